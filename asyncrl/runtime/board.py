@@ -19,7 +19,6 @@ T = TypeVar("T")
 State = Literal["starting", "running", "stopping", "stopped", "done", "error"]
 
 LONG_WAIT_S = 20.0  # a longer wait is logged once, with its name and source
-_CLOCK_SLACK_S = 0.001  # the loop's timers may fire early by the clock's resolution
 _OWN_LIMIT_SLACK_S = 5.0  # time after the limit in which an awaited object with the same limit can raise its own error
 
 
@@ -86,15 +85,8 @@ class StatusBoard:
         self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
     ) -> T:
         """Await something for at most limit_s and show the wait. Raises WaitTimeoutError with `what` and `on`."""
-        start = time.monotonic()
-        with self.showing(what, on=on, limit_s=limit_s, detail=detail):
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await awaitable
-            except TimeoutError:
-                if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # the awaitable's own limit
-                    raise
-                raise WaitTimeoutError(what, on, limit_s) from None
+        async with _BoundedWait(_NamedWait(self, what, on, limit_s, 0.0, detail), 0.0):
+            return await awaitable
 
     def snapshot(self) -> WorkerStatus:
         now = time.monotonic()

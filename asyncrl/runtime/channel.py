@@ -390,7 +390,7 @@ class ChannelSender:
             return  # for an earlier sender, or from an earlier receiver: the report is ignored
         now = self._loop.time()
         if not self._window.answered:
-            self._window.heard()
+            self._window.answered = True
             self._answered.set()
         for seq, refused, body in report.verdicts:
             message = self._window.settle(seq, now)

@@ -242,24 +242,15 @@ class SendWindow(Generic[T]):
         self._credit_bytes = credit_bytes
         self._resend_after_s = resend_after_s
         self._pending: dict[int, Outgoing[T]] = {}  # by sequence number, oldest first
-        self._pending_bytes = 0
+        self.pending_bytes = 0
         self._next_seq = 0
-        self._answered = False  # the current receiver has reported something
+        self.answered = False  # the current receiver has reported something
         self._query_interval_s = resend_after_s
         self._no_query_before = 0.0
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
-
-    @property
-    def pending_bytes(self) -> int:
-        return self._pending_bytes
-
-    @property
-    def answered(self) -> bool:
-        """Whether the current receiver has answered."""
-        return self._answered
 
     @property
     def low(self) -> int:
@@ -272,13 +263,13 @@ class SendWindow(Generic[T]):
         """
         if self._next_seq + count - self.low > WINDOW_SPAN or len(self._pending) + count > self._credit_items:
             return False
-        return not self._pending or self._pending_bytes + nbytes <= self._credit_bytes
+        return not self._pending or self.pending_bytes + nbytes <= self._credit_bytes
 
     def admit(self, item: T, nbytes: int, now: float) -> Outgoing[T]:
         """Admit a message. The caller must have checked can_admit."""
         out = self._pending[self._next_seq] = Outgoing(self._next_seq, item, nbytes, now)
         self._next_seq += 1
-        self._pending_bytes += nbytes
+        self.pending_bytes += nbytes
         return out
 
     def settle(self, seq: int, now: float) -> T | None:
@@ -286,7 +277,7 @@ class SendWindow(Generic[T]):
         out = self._pending.pop(seq, None)
         if out is None:
             return None
-        self._pending_bytes -= out.nbytes
+        self.pending_bytes -= out.nbytes
         self._progress(now)
         return out.item
 
@@ -302,7 +293,7 @@ class SendWindow(Generic[T]):
                 continue
             if out.num_sends >= MAX_SENDS:
                 del self._pending[seq]
-                self._pending_bytes -= out.nbytes
+                self.pending_bytes -= out.nbytes
                 lost.append(out.item)
                 continue
             out.num_sends += 1
@@ -312,13 +303,9 @@ class SendWindow(Generic[T]):
             self._progress(now)
         return again, lost
 
-    def heard(self) -> None:
-        """Record that the current receiver has answered."""
-        self._answered = True
-
     def new_receiver(self, now: float) -> list[Outgoing[T]]:
         """Start over with a new incarnation of the receiver. Returns all pending messages, in order, to be sent (again)."""
-        self._answered = False
+        self.answered = False
         self._query_interval_s = self._resend_after_s
         self._no_query_before = now + self._resend_after_s
         for out in self._pending.values():
@@ -334,7 +321,7 @@ class SendWindow(Generic[T]):
             return None
         oldest = now - self._resend_after_s
         seqs = [out.seq for out in self._pending.values() if out.sent_at <= oldest][:MAX_QUERY]
-        if not seqs and self._answered:
+        if not seqs and self.answered:
             return None
         self._query_interval_s = min(self._query_interval_s * 2, self._resend_after_s * MAX_BACKOFF)
         self._no_query_before = now + self._query_interval_s
@@ -344,7 +331,7 @@ class SendWindow(Generic[T]):
         """Give up all pending messages and return their items."""
         items = [out.item for out in self._pending.values()]
         self._pending.clear()
-        self._pending_bytes = 0
+        self.pending_bytes = 0
         return items
 
     def _progress(self, now: float) -> None:
@@ -366,14 +353,10 @@ class PeerLedger:
     def __init__(self, low: int) -> None:
         self._low = low
         self._verdicts: dict[int, Verdict | None] = {}  # None: held, not yet settled
-        self._num_held = 0
+        self.num_held = 0
 
     def __len__(self) -> int:
         return len(self._verdicts)
-
-    @property
-    def num_held(self) -> int:
-        return self._num_held
 
     def arrive(self, seq: int, low: int) -> Arrival | Verdict:
         """Record the arrival of a message. Returns `new`: deliver it; `held`: it is being processed, ignore it; a
@@ -387,7 +370,7 @@ class PeerLedger:
             return "beyond"
         if seq not in self._verdicts:
             self._verdicts[seq] = None
-            self._num_held += 1
+            self.num_held += 1
             return "new"
         return self._verdicts[seq] or "held"
 
@@ -398,7 +381,7 @@ class PeerLedger:
         if self._verdicts[seq] is not None:
             raise ValueError(f"message {seq} is already settled")
         self._verdicts[seq] = verdict
-        self._num_held -= 1
+        self.num_held -= 1
         return True
 
     def asked(self, seqs: Sequence[int], low: int) -> tuple[list[tuple[int, Verdict]], list[int]]:
@@ -426,7 +409,7 @@ class PeerLedger:
             forgotten = [seq for seq in range(self._low, low) if seq in self._verdicts]
         for seq in forgotten:
             if self._verdicts.pop(seq) is None:
-                self._num_held -= 1
+                self.num_held -= 1
         self._low = low
 
 

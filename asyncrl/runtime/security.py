@@ -21,7 +21,6 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -136,17 +135,6 @@ def secure(security: Security | None) -> None:
     """Apply the settings to all further sockets and sessions of this process. Call it before the first is created."""
     global _current
     _current = security
-
-
-@contextlib.contextmanager
-def secured(security: Security | None) -> Iterator[None]:
-    """Like `secure`, but only inside the `with` block; for tests."""
-    before = _current
-    secure(security)
-    try:
-        yield
-    finally:
-        secure(before)
 
 
 # ------------------------------------------------------------------------------------------------------------------- files

@@ -17,7 +17,6 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.protocol.run_folder import SOCKETS, WEIGHTS
@@ -40,17 +39,6 @@ def use(folder: str) -> None:
     """
     global _folder
     _folder = folder
-
-
-@contextlib.contextmanager
-def used(folder: str) -> Iterator[None]:
-    """Like `use`, but only inside the `with` block; for tests."""
-    before = _folder
-    use(folder)
-    try:
-        yield
-    finally:
-        use(before)
 
 
 def new_path() -> str:

@@ -22,6 +22,7 @@ from asyncrl.runtime import unix_sockets
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run
 from tests.support.endpoints import HTTP
 from tests.support.live_runs import entry
+from tests.support.process_wide import sockets_in
 from tests.support.scanner import listening, scan
 
 STRANGER = 65534
@@ -110,7 +111,7 @@ def test_another_user_reads_no_file(run: RunHandle) -> None:
 
 def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> None:
     """The HTTP servers of the manager and of a generation server refuse a token that is not the run's."""
-    with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
+    with sockets_in(os.readlink(run.run_dir / unix_sockets.LINK)):
         for owner, url in (
             ("gserver_manager", entry(run, lambda names: names.gserver_manager())),
             ("generation_server", entry(run, lambda names: names.generation_server(0))),

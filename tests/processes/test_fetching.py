@@ -30,6 +30,7 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from tests.support.memory_names import MemoryNameResolver
+from tests.support.process_wide import secured_by
 
 IDS = [f"g{number}" for number in range(6)]
 SOURCE, ME = 0, 4
@@ -224,7 +225,7 @@ async def test_a_request_for_nothing_or_too_much_is_refused(request_):
 async def test_strangers_get_nothing():
     secrets = security.Security(security.Secrets.make())
     asked = msgspec.msgpack.encode(HeldDataRequest(ids=["g0"], keys=["rewards"]))
-    with security.secured(secrets):
+    with secured_by(secrets):
         async with both() as pair, aiohttp.ClientSession() as session:
             await pair.fetch(IDS)
             async with session.post(pair.url + fetching.PATH, data=asked) as response:

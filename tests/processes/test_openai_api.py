@@ -20,9 +20,10 @@ from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
-from asyncrl.runtime import http_server, security
+from asyncrl.runtime import http_server
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.testing.tiny import make_chat_tokenizer
+from tests.support.process_wide import secured_by
 from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_openai_api")
@@ -119,7 +120,7 @@ async def test_a_completion(stage: Stage) -> None:
 
 async def test_a_client_that_has_named_a_session_may_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STRANGER_S", 0.2)
-    with security.secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         stage = Stage()
         await stage.endpoint.start("127.0.0.1")
         stage.id = stage.endpoint.open(stage.session)

@@ -14,6 +14,7 @@ from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
 from asyncrl.weights.update_group import serve_store
 from tests.support import scanner
+from tests.support.process_wide import secured_by
 from tests.support.scanner import scan
 
 PATIENT_S = 10.0  # for an answer that must come, from a slow server
@@ -37,7 +38,7 @@ async def test_what_a_run_serves_is_found_only_where_it_does_not_authenticate(mo
     context = zmq.Context()
     found = {}
     for secured in (None, Security(Secrets.make())):
-        with security.secured(secured):
+        with secured_by(secured):
             serving = listen_routes(web.get("/health", healthy), host="127.0.0.1")
             url = await serving.__aenter__()
             pull = ZmqTransport(context).bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=1 << 20)

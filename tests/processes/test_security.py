@@ -40,6 +40,7 @@ from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined
 from asyncrl.streams.push_pull import MetaPuller, MetaPusher
 from tests.support.memory_names import MemoryNameResolver
+from tests.support.process_wide import secured_by
 
 RUNTIME = RuntimeConfig(resend_after_s=0.2, start_timeout_s=10.0)
 LIMIT_S = 60.0
@@ -51,7 +52,7 @@ TOKEN_HEADER = "Authorization"
 def run():
     """The secrets of a run, active in this process."""
     secrets = Secrets.make()
-    with security.secured(Security(secrets)):
+    with secured_by(Security(secrets)):
         yield secrets
 
 
@@ -63,7 +64,7 @@ async def receiving(secrets):
     """A receiver of a run, in a context of its own. Yields its socket's port and the messages that it delivers."""
     context = zmq.Context()
     delivered = asyncio.Queue()
-    with security.secured(Security(secrets)):
+    with secured_by(Security(secrets)):
         pull = ZmqTransport(context).bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=1 << 20)
     pull.listen(lambda frames: delivered.put_nowait(frames[0]), lambda error: delivered.put_nowait(error))
     try:
@@ -139,7 +140,7 @@ async def test_the_keys_of_one_receiver_open_no_other_in_the_same_process():
     delivered = asyncio.Queue()
     pulls = []
     for secrets in (one, other):
-        with security.secured(Security(secrets)):
+        with secured_by(Security(secrets)):
             pulls.append(ZmqTransport(context).bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=1 << 20))
         pulls[-1].listen(lambda frames: delivered.put_nowait(frames[0]), delivered.put_nowait)
     port = int(pulls[0].address.rpartition(":")[2])
@@ -180,7 +181,7 @@ async def test_nothing_is_sent_to_whoever_is_not_the_receiver():
     false_pull.curve_server, false_pull.curve_publickey, false_pull.curve_secretkey = True, public, secret
     port = false_pull.bind_to_random_port("tcp://127.0.0.1")
     false_pull.setsockopt(zmq.RCVTIMEO, int(SILENCE_S * 1000))
-    with security.secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         push = ZmqTransport(context).connect_push(f"tcp://127.0.0.1:{port}", queue_messages=8)
     push.send_nowait([b"a secret"])
     with pytest.raises(zmq.Again):
@@ -193,7 +194,7 @@ async def test_nothing_is_sent_to_whoever_is_not_the_receiver():
 async def test_what_goes_over_the_wire_cannot_be_read(run):
     """A proxy between sender and receiver can read the message only if the run has no secrets."""
     for secrets, readable in ((None, True), (run, False)):
-        with security.secured(Security(secrets) if secrets else None):
+        with secured_by(Security(secrets) if secrets else None):
             receiver = ChannelReceiver("r", limits=ChannelLimits.of(RUNTIME), host="127.0.0.1")
             endpoint = await receiver.start()
             proxy = Proxy(int(endpoint.address.rpartition(":")[2]))
@@ -470,7 +471,7 @@ async def test_http_over_tls(certificates, tmp_path):
         tls_ca=str(certificates / "ca.pem"),
     )
     secrets = Secrets.make()
-    with security.secured(Security.of(tmp_path, secrets, network)):
+    with secured_by(Security.of(tmp_path, secrets, network)):
         async with application() as url:
             assert url.startswith("https://127.0.0.1:")
             async with open_session(max_connections=1) as session, session.post(f"{url}/echo", data=b"ours") as answer:
@@ -488,12 +489,12 @@ async def test_a_run_on_tcp_proves_itself_by_its_own_certificate_before_it_is_to
     for run_dir in (ours, strange):
         security.write_secrets(run_dir, Secrets.make(*make_certificate(["127.0.0.1"])))
     own, others = (security.open_security(run_dir, NetworkConfig(authenticate="on")) for run_dir in (ours, strange))
-    with security.secured(own):
+    with secured_by(own):
         async with application() as url, open_session(max_connections=1) as session:
             assert url.startswith("https://127.0.0.1:")
             async with session.post(f"{url}/echo", data=b"ours") as answer:
                 assert (answer.status, await answer.read()) == (200, b"ours")
-            with security.secured(others):
+            with secured_by(others):
                 async with application() as url_of_a_stranger:
                     with pytest.raises(aiohttp.ClientConnectorCertificateError):
                         await session.post(f"{url_of_a_stranger}/echo", data=b"ours")
@@ -513,7 +514,7 @@ async def test_connections_that_show_no_key_hold_little_memory():
                 stranger.sendall(bytes(1_000_000))
         return stranger
 
-    with security.secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         pull = ZmqTransport(zmq.Context.instance()).bind_pull(
             "127.0.0.1", queue_messages=8, max_frame_bytes=256_000_000
         )
@@ -580,7 +581,7 @@ async def test_a_stranger_that_hangs_up_leaves_room_at_once(run, monkeypatch):
 @pytest.mark.parametrize("sizes", [[10], [10, 0, PART_BYTES], [10, 0, PART_BYTES + 1, 3], [3 * PART_BYTES, 5]])
 async def test_encrypted_messages_of_any_size_arrive_as_they_were(sizes):
     sent = [os.urandom(size) for size in sizes]
-    with security.secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         transport = ZmqTransport(zmq.Context.instance())
         pull = transport.bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=256_000_000)
         arrived = asyncio.get_running_loop().create_future()

@@ -23,6 +23,7 @@ from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.transport import ZmqTransport
+from tests.support.process_wide import sockets_in
 
 LIMIT_S = 30.0
 
@@ -31,7 +32,7 @@ LIMIT_S = 30.0
 def folder(tmp_path: Path) -> Iterator[str]:
     """A socket folder that this process uses."""
     made = unix_sockets.make_folder(tmp_path)
-    with unix_sockets.used(made):
+    with sockets_in(made):
         yield made
     unix_sockets.remove_folder(tmp_path)
     assert not Path(made).exists()

@@ -29,11 +29,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.security import Secrets, Security, secured
+from asyncrl.runtime.security import Secrets, Security
 from asyncrl.weights import fetch as weight_files
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles, _Source, run_key
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import publish_folder, verify_version
+from tests.support.process_wide import secured_by
 
 LIMIT_S = 60.0
 LOGGER = logging.getLogger("test_weight_files")
@@ -333,7 +334,7 @@ def test_nothing_but_versions_is_served(actor: Path, source: str, tmp_path: Path
 
 def test_strangers_get_nothing_and_the_runs_own_do(actor: Path, fetcher: Callable[..., WeightFetcher]) -> None:
     num_bytes = make_version(actor, FIRST)
-    with secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         files = WeightFiles(actor, host="127.0.0.1")
         url = files.start()
         with pytest.raises(urllib.error.HTTPError) as refused:

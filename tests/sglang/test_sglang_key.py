@@ -7,15 +7,15 @@ import pytest
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer, own_server, read_api_key
-from asyncrl.runtime import security
 from asyncrl.runtime.security import Secrets, Security
+from tests.support.process_wide import secured_by
 
 START_S = 240.0
 
 
 async def test_a_server_of_a_run_that_authenticates_asks_for_its_key(store, sglang_config, tmp_path):
     log = tmp_path / "sglang.log"
-    with security.secured(Security(Secrets.make())):
+    with secured_by(Security(Secrets.make())):
         server = own_server(sglang_config, str(store.model_path), tensor=1, seed=1, log=log)
     client = SGLangClient("", server.api_key)
 
@@ -60,7 +60,7 @@ def test_the_key_of_somebody_elses_server_is_in_a_file(tmp_path):
 def test_a_config_file_of_the_users_has_no_place_beside_the_key(tmp_path):
     config = GenerationConfig(server_args={"config": "mine.yaml"})
     with (
-        security.secured(Security(Secrets.make())),
+        secured_by(Security(Secrets.make())),
         pytest.raises(ConfigError, match=r"server_args\.config='mine.yaml'"),
     ):
         own_server(config, str(tmp_path), tensor=1, seed=1, log=tmp_path / "log")

@@ -18,6 +18,7 @@ from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal
+from tests.support.process_wide import sockets_in
 
 AT_WORK_S = 1.0  # a client that has waited this long after the freeze has sent its request, and no answer is on its way
 LOOK_S = 5.0  # time limit for observing such a wait
@@ -32,7 +33,7 @@ def told_by(run: RunHandle, url: str) -> str:
 def ask(run: RunHandle, method: str, url: str, body: str = "", *, token: str = "") -> tuple[int, str]:
     """Status and answer of an HTTP endpoint of this run, which must use Unix sockets. token: "" stands for the run's own."""
     parts, token = urlsplit(url), token or (run.run_dir / "secrets" / "token").read_text().strip()
-    with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
+    with sockets_in(os.readlink(run.run_dir / unix_sockets.LINK)):
         connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
     with contextlib.closing(connection):
         connection.request(method, parts.path, body or None, headers={"Authorization": f"Bearer {token}"})

@@ -89,7 +89,7 @@ class TestSendWindow:
 
     def test_resend_queries_cover_only_old_messages_and_back_off(self):
         state = window()
-        state.heard()
+        state.answered = True
         state.admit("a", 1, 0.0)
         state.admit("b", 1, 0.5)
         assert state.resend_query(0.9) is None
@@ -99,7 +99,7 @@ class TestSendWindow:
 
     def test_a_verdict_ends_the_back_off(self):
         state = window()
-        state.heard()
+        state.answered = True
         for item in "ab":
             state.admit(item, 1, 0.0)
         for now in (1.0, 3.0, 7.0):
@@ -113,7 +113,7 @@ class TestSendWindow:
         state.new_receiver(0.0)
         assert state.resend_query(0.5) is None
         assert state.resend_query(1.0) == []
-        state.heard()
+        state.answered = True
         assert state.resend_query(50.0) is None
         state.new_receiver(60.0)
         assert state.resend_query(61.0) == []  # the new receiver has sent nothing yet

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 import threading
 import types
@@ -69,9 +70,7 @@ def _load_api() -> Api:
 
 def _serialized_descriptor(source: Path) -> bytes:
     """Return the bytes of `serialized_pb=_b('...')` in a generated module."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
-            literal = node.value.args[0]
-            if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
-                return literal.value.encode("latin1")
-    raise NameResolveError(f"{source} contains no descriptor; asyncrl needs etcd3==0.12.0")
+    literal = re.search(r"serialized_pb=_b\(('.*')\)", source.read_text(encoding="utf-8"))
+    if literal is None:
+        raise NameResolveError(f"{source} contains no descriptor; asyncrl needs etcd3==0.12.0")
+    return str(ast.literal_eval(literal[1])).encode("latin1")
