@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.names import Names
@@ -37,7 +38,6 @@ from asyncrl.runtime.channel_protocol import (
     ChannelClosed,
     ChannelError,
     ChannelFull,
-    ChannelLimits,
     ChannelRefused,
     Data,
     Endpoint,
@@ -133,8 +133,7 @@ class ChannelSender:
         peer: str,
         incarnation: str,
         *,
-        limits: ChannelLimits,
-        host: str,
+        runtime: RuntimeConfig,
         on_restart: Literal["resend", "fail"] = "resend",
         on_connect: Callable[[Endpoint], None] = lambda endpoint: None,
         transport: Transport | None = None,
@@ -142,14 +141,15 @@ class ChannelSender:
         """on_connect: called when the sender has followed the name to a receiver, before it sends any message there."""
         self.name = name
         self.peer = peer
-        self._limits = limits
-        self._host = host
+        self._runtime = runtime
         self._on_restart = on_restart
         self._on_connect = on_connect
         self._transport = transport or ZmqTransport()
         self._incarnation = f"{incarnation}.{self._transport.new_id()[:12]}"
         self._window: SendWindow[_Message] = SendWindow(
-            credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
+            credit_items=runtime.push_credit_items,
+            credit_bytes=runtime.push_credit_bytes,
+            resend_after_s=runtime.resend_after_s,
         )
         self._backlog: OrderedDict[_Message, None] = OrderedDict()  # messages of `send` that wait for credit
         self._places = Fence[tuple[int, int] | None](None)  # of receivers under the name; see Endpoint.place
@@ -168,14 +168,14 @@ class ChannelSender:
         """Bind the socket for replies and follow the receiver published under `key`. Does not wait for a receiver."""
         self._loop = asyncio.get_running_loop()
         self._pull = self._transport.bind_pull(
-            self._host,
-            queue_messages=2 * self._limits.credit_items + QUEUE_SLACK,
-            max_frame_bytes=self._limits.max_message_bytes + ENVELOPE_SLACK,
+            self._runtime.host,
+            queue_messages=2 * self._runtime.push_credit_items + QUEUE_SLACK,
+            max_frame_bytes=self._runtime.max_message_bytes + ENVELOPE_SLACK,
         )
         self._pull.listen(self._on_report, self._reading_failed)
         if resolver is not None:
             self._watch = await asyncio.to_thread(
-                resolver.watch, key, self._name_changed, limit_s=self._limits.start_timeout_s
+                resolver.watch, key, self._name_changed, limit_s=self._runtime.start_timeout_s
             )
 
     @property
@@ -255,7 +255,7 @@ class ChannelSender:
             )
             return
         push = self._transport.connect_push(
-            endpoint.address, queue_messages=2 * self._limits.credit_items + QUEUE_SLACK
+            endpoint.address, queue_messages=2 * self._runtime.push_credit_items + QUEUE_SLACK
         )
         if self._link is not None:
             logger.info("%s: %s is now %s", self.name, self.peer, endpoint.incarnation)
@@ -304,7 +304,7 @@ class ChannelSender:
         if self._failure is not None:
             raise self._failure
         message = _Message(header, frames, read, self._loop.create_future())
-        self._check_size(message, self._limits.max_message_bytes)
+        self._check_size(message, self._runtime.max_message_bytes)
         return message
 
     def _check_size(self, message: _Message, max_bytes: int) -> None:
@@ -352,7 +352,7 @@ class ChannelSender:
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(self._limits.resend_after_s / 2, self._tick)
+            self._timer = self._loop.call_later(self._runtime.resend_after_s / 2, self._tick)
 
     def _tick(self) -> None:
         """The channel's only timer. It runs while messages are unsettled or the current receiver has not answered."""
@@ -499,14 +499,12 @@ class ChannelReceiver:
         self,
         name: str,
         *,
-        limits: ChannelLimits,
-        host: str,
+        runtime: RuntimeConfig,
         ordered: bool = False,
         transport: Transport | None = None,
     ) -> None:
         self.name = name
-        self._limits = limits
-        self._host = host
+        self._runtime = runtime
         self._ordered = ordered
         self._transport = transport or ZmqTransport()
         self._incarnation = f"{name}.{self._transport.new_id()[:12]}"
@@ -521,15 +519,15 @@ class ChannelReceiver:
 
     async def start(self) -> Endpoint:
         """Bind the socket. The caller publishes the result under the channel's name."""
-        limits = self._limits
+        runtime = self._runtime
         self._pull = self._transport.bind_pull(
-            self._host,
-            queue_messages=limits.credit_items + QUEUE_SLACK,
-            max_frame_bytes=limits.max_message_bytes + ENVELOPE_SLACK,
+            self._runtime.host,
+            queue_messages=runtime.push_credit_items + QUEUE_SLACK,
+            max_frame_bytes=runtime.max_message_bytes + ENVELOPE_SLACK,
         )
         self._loop = asyncio.get_running_loop()
         self._pull.listen(self._arrive, self._reading_failed)
-        return Endpoint(self._pull.address, self._incarnation, limits.max_message_bytes)
+        return Endpoint(self._pull.address, self._incarnation, runtime.max_message_bytes)
 
     async def receive(self) -> Delivery:
         """Return the next delivery. A cancelled receive changes nothing. Raises ChannelClosed, or the error of the socket."""
@@ -573,7 +571,10 @@ class ChannelReceiver:
         """Return whether to stop reading until `receive` has made room. The credit bounds the messages that then wait
         in sockets.
         """
-        return self._queue.qsize() >= self._limits.credit_items or self._queue_bytes >= self._limits.credit_bytes
+        return (
+            self._queue.qsize() >= self._runtime.push_credit_items
+            or self._queue_bytes >= self._runtime.push_credit_bytes
+        )
 
     def _reading_failed(self, error: Exception) -> None:
         logger.error("%s: reading failed", self.name, exc_info=error)
@@ -638,8 +639,8 @@ class ChannelReceiver:
         try:
             views = unpack(frames, message.sizes)
             nbytes = len(message.header) + sum(message.sizes)
-            if nbytes > self._limits.max_message_bytes:
-                raise ValueError(f"{nbytes} bytes: runtime.max_message_bytes is {self._limits.max_message_bytes}")
+            if nbytes > self._runtime.max_message_bytes:
+                raise ValueError(f"{nbytes} bytes: runtime.max_message_bytes is {self._runtime.max_message_bytes}")
             delivery = Delivery(self, peer, message.seq, message.header, views, nbytes)
         except ValueError as error:
             self._settle(peer, message.seq, Verdict(True, f"{self.name}: {error}".encode()))
@@ -681,7 +682,7 @@ class ChannelReceiver:
         peer.push.send_nowait([encode(Report(peer.source, self._incarnation, verdicts, missing))])
 
     def _connect(self, back: str) -> PushSocket:
-        return self._transport.connect_push(back, queue_messages=2 * self._limits.credit_items + QUEUE_SLACK)
+        return self._transport.connect_push(back, queue_messages=2 * self._runtime.push_credit_items + QUEUE_SLACK)
 
     def _new_peer(self, message: Data | ResendQuery) -> _Peer:
         peer = _Peer(message.source, message.name, message.back, message.low)
@@ -722,8 +723,7 @@ class PublishedReceiver(ABC, Generic[T]):
         stream: str,
         *,
         label: str,
-        limits: ChannelLimits,
-        host: str,
+        runtime: RuntimeConfig,
         ordered: bool = False,
         lease: int | None = None,
         transport: Transport | None = None,
@@ -736,8 +736,8 @@ class PublishedReceiver(ABC, Generic[T]):
         self._key = names.stream(stream)
         self._label = label  # its name in refusals
         self._lease = lease
-        self._start_timeout_s = limits.start_timeout_s
-        self._receiver = ChannelReceiver(stream, limits=limits, host=host, ordered=ordered, transport=transport)
+        self._start_timeout_s = runtime.start_timeout_s
+        self._receiver = ChannelReceiver(stream, runtime=runtime, ordered=ordered, transport=transport)
 
     async def start(self) -> None:
         """Bind first, then publish, so that a published name always has a bound socket.

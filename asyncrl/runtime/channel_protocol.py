@@ -21,8 +21,6 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from asyncrl.config.schema import RuntimeConfig
-
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -57,27 +55,6 @@ class ChannelClosed(ChannelError):
 
 class ReceiverRestarted(ChannelError):
     """The receiver is a new incarnation; the fate of the message in the old one is unknown."""
-
-
-@dataclass(frozen=True)
-class ChannelLimits:
-    """Bounds of one channel."""
-
-    credit_items: int
-    credit_bytes: int
-    resend_after_s: float
-    max_message_bytes: int
-    start_timeout_s: float
-
-    @classmethod
-    def of(cls, runtime: RuntimeConfig) -> ChannelLimits:
-        return cls(
-            runtime.push_credit_items,
-            runtime.push_credit_bytes,
-            runtime.resend_after_s,
-            runtime.max_message_bytes,
-            runtime.start_timeout_s,
-        )
 
 
 # ----------------------------------------------------------------------------------------------------------- typed messages
@@ -233,11 +210,6 @@ class SendWindow(Generic[T]):
     """
 
     def __init__(self, *, credit_items: int, credit_bytes: int, resend_after_s: float) -> None:
-        for field, value in (("items", credit_items), ("bytes", credit_bytes), ("resend_after_s", resend_after_s)):
-            if value <= 0:
-                raise ValueError(
-                    f"channel credit: {field} is {value}; it must be positive, otherwise no message could be sent"
-                )
         self._credit_items = min(credit_items, WINDOW_SPAN)
         self._credit_bytes = credit_bytes
         self._resend_after_s = resend_after_s

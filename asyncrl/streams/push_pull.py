@@ -24,7 +24,6 @@ from asyncrl.protocol.errors import CodecError
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
-from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import Transport, transport_of
 
@@ -108,8 +107,7 @@ class NameResolvingZmqPusher:
                 f"pusher{pusher_index}",
                 puller_stream(puller),
                 incarnation,
-                limits=ChannelLimits.of(runtime),
-                host=runtime.host,
+                runtime=runtime,
                 transport=transport or transport_of(runtime.faults, f"pusher{pusher_index} to {puller}"),
             )
             for puller in range(num_pullers)
@@ -195,8 +193,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
             names,
             stream,
             label=stream,
-            limits=ChannelLimits.of(runtime),
-            host=runtime.host,
+            runtime=runtime,
             lease=lease,
             transport=transport or transport_of(runtime.faults, stream),
             attempt=attempt,
@@ -238,8 +235,7 @@ class MetaPusher:
             f"head{head}",
             MASTER_META,
             incarnation,
-            limits=ChannelLimits.of(runtime),
-            host=runtime.host,
+            runtime=runtime,
             transport=transport or transport_of(runtime.faults, f"head{head}"),
         )
 
@@ -282,8 +278,7 @@ class MetaPuller(PublishedReceiver[tuple[TrajectoryMeta, Callable[[StoreVerdict]
             names,
             MASTER_META,
             label=MASTER_META,
-            limits=ChannelLimits.of(runtime),
-            host=runtime.host,
+            runtime=runtime,
             lease=lease,
             transport=transport or transport_of(runtime.faults, MASTER_META),
             attempt=attempt,

@@ -32,7 +32,7 @@ from asyncrl.protocol.calls import CallBody, CallResult
 from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
-from asyncrl.runtime.channel_protocol import ChannelFull, ChannelLimits, Endpoint, ReceiverRestarted
+from asyncrl.runtime.channel_protocol import ChannelFull, Endpoint, ReceiverRestarted
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import Transport, transport_of
 
@@ -85,10 +85,6 @@ def _worker_name(index: int) -> str:
     return f"model_worker/{index}"
 
 
-def _limits(runtime: RuntimeConfig) -> ChannelLimits:
-    return replace(ChannelLimits.of(runtime), credit_items=CALL_CREDIT_ITEMS)
-
-
 class NameResolvingRequestClient:
     """Calls workers.
 
@@ -136,8 +132,7 @@ class NameResolvingRequestClient:
                 "request_client",
                 _worker_name(index),
                 incarnation,
-                limits=_limits(runtime),
-                host=runtime.host,
+                runtime=replace(runtime, push_credit_items=CALL_CREDIT_ITEMS),
                 on_restart="fail",
                 on_connect=partial(self._worker_connected, index),
                 transport=transport or transport_of(runtime.faults, f"calls of {_worker_name(index)}"),
@@ -329,8 +324,7 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
             names,
             request_stream(index),
             label=worker or _worker_name(index),
-            limits=_limits(runtime),
-            host=runtime.host,
+            runtime=replace(runtime, push_credit_items=CALL_CREDIT_ITEMS),
             ordered=True,
             lease=lease,
             transport=transport or transport_of(runtime.faults, f"replies of {_worker_name(index)}"),

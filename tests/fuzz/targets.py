@@ -47,7 +47,7 @@ from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
 from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
-from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused, Endpoint
+from asyncrl.runtime.channel_protocol import ChannelRefused, Endpoint
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import PullSocket
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
@@ -265,7 +265,7 @@ def _streams(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     ):
         loop.run_until_complete(receiver.start())
         endpoint = msgspec.json.decode(resolver.get(names.stream(stream)), type=Endpoint)
-        sender = ChannelSender("s", stream, "i", limits=ChannelLimits.of(RUNTIME), host="h", transport=transport)
+        sender = ChannelSender("s", stream, "i", runtime=RUNTIME, transport=transport)
         loop.run_until_complete(sender.start())
         sender.connect(endpoint)
         yield Target(name, [message], _sent(loop, sender, take), (ChannelRefused,))
@@ -293,7 +293,7 @@ def _sent(
 def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict[str, Any]) -> Target:
     """A worker's reply to the master's call."""
     names, stream, encode = Names("fuzzed", "replies"), request_stream(0), msgspec.msgpack.encode
-    worker = ChannelReceiver(stream, limits=ChannelLimits.of(RUNTIME), host="h", transport=common["transport"])
+    worker = ChannelReceiver(stream, runtime=RUNTIME, transport=common["transport"])
     client = NameResolvingRequestClient(resolver, names, num_workers=1, handler_routing={}, incarnation="c", **common)
 
     async def start() -> None:
@@ -348,9 +348,9 @@ class OpenTransport(MemoryTransport):
 def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     """Both ends of a channel, behind the socket. No exception may escape: it would end the stream for all senders."""
     transport = OpenTransport()
-    limits = ChannelLimits.of(RUNTIME)
-    receiver = ChannelReceiver("r", limits=limits, host="h", transport=transport)
-    sender = ChannelSender("s", "r", "i", limits=limits, host="h", transport=transport)
+    runtime = RUNTIME
+    receiver = ChannelReceiver("r", runtime=runtime, transport=transport)
+    sender = ChannelSender("s", "r", "i", runtime=runtime, transport=transport)
 
     async def start() -> tuple[str, str]:
         endpoint = await receiver.start()

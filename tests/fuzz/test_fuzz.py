@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from targets import OpenTransport, Target, all_targets
 
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.runtime.channel import ChannelReceiver
-from asyncrl.runtime.channel_protocol import ChannelLimits, decode_forward
+from asyncrl.runtime.channel_protocol import decode_forward
 
 EXAMPLES = 150
 
@@ -72,7 +73,7 @@ NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 200
 async def test_what_is_nested_too_deeply_ends_no_stream():
     """Found by this fuzzer: 200 kB of nested lists after a message's fields ended the reading of heads."""
     transport = OpenTransport()
-    receiver = ChannelReceiver("r", limits=ChannelLimits(4, 1 << 20, 1.0, 1 << 20, 1.0), host="h", transport=transport)
+    receiver = ChannelReceiver("r", runtime=RuntimeConfig(push_credit_items=4), transport=transport)
     await receiver.start()
     frame = zlib.crc32(NESTED).to_bytes(4, "little") + NESTED
     with pytest.raises(RecursionError):

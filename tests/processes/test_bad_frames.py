@@ -16,7 +16,7 @@ from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
-from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
+from asyncrl.runtime.channel_protocol import ChannelRefused
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
 from tests.support.memory_names import MemoryNameResolver
@@ -39,7 +39,7 @@ async def channel_to(
     resolver: NameResolver, name: str, pull: NameResolvingZmqPuller | MetaPuller
 ) -> AsyncIterator[ChannelSender]:
     """A bare channel to a receiver. It sends any bytes."""
-    send = ChannelSender("sender", name, "i", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
+    send = ChannelSender("sender", name, "i", runtime=RUNTIME)
     async with contextlib.AsyncExitStack() as stack:
         for end in (send, pull):
             stack.push_async_callback(end.close)

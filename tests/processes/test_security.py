@@ -33,7 +33,6 @@ from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
-from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import listen_http, listen_routes
 from asyncrl.runtime.security import Secrets, Security
@@ -195,11 +194,11 @@ async def test_what_goes_over_the_wire_cannot_be_read(run):
     """A proxy between sender and receiver can read the message only if the run has no secrets."""
     for secrets, readable in ((None, True), (run, False)):
         with secured_by(Security(secrets) if secrets else None):
-            receiver = ChannelReceiver("r", limits=ChannelLimits.of(RUNTIME), host="127.0.0.1")
+            receiver = ChannelReceiver("r", runtime=RUNTIME)
             endpoint = await receiver.start()
             proxy = Proxy(int(endpoint.address.rpartition(":")[2]))
             port = await proxy.start()
-            sender = ChannelSender("s", "r", "i", limits=ChannelLimits.of(RUNTIME), host="127.0.0.1")
+            sender = ChannelSender("s", "r", "i", runtime=RUNTIME)
             await sender.start()
             endpoint = type(endpoint)(f"tcp://127.0.0.1:{port}", endpoint.incarnation, endpoint.max_message_bytes)
             sender.connect(endpoint)

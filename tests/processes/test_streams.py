@@ -26,7 +26,6 @@ from asyncrl.runtime.channel import ChannelSender, FencedError
 from asyncrl.runtime.channel_protocol import (
     ChannelClosed,
     ChannelFull,
-    ChannelLimits,
     ChannelRefused,
     Endpoint,
     ReceiverRestarted,
@@ -151,7 +150,7 @@ async def test_a_head_may_be_named_and_is_in_turn_where_it_is_not(resolver, open
 
 async def sender_to(resolver, opened, stream):
     """Open a sender to `stream` that acts as another process. It can send any bytes, even invalid ones."""
-    made = ChannelSender("other", stream, "other", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
+    made = ChannelSender("other", stream, "other", runtime=RUNTIME)
 
     await opened(SimpleNamespace(start=partial(made.start, resolver, NAMES.stream(stream)), close=made.close))
     return made

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import (
@@ -20,7 +21,6 @@ from asyncrl.runtime.channel_protocol import (
     ChannelClosed,
     ChannelError,
     ChannelFull,
-    ChannelLimits,
     ChannelRefused,
     InOrder,
     PeerLedger,
@@ -33,8 +33,8 @@ from asyncrl.runtime.channel_protocol import (
 from asyncrl.runtime.transport import ZmqTransport
 from tests.support.memory_transport import Faults, MemoryTransport
 
-LIMITS = ChannelLimits(
-    credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=60.0
+LIMITS = RuntimeConfig(
+    push_credit_items=8, push_credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=60.0
 )
 PATIENT = dataclasses.replace(LIMITS, resend_after_s=100.0)  # for tests without resends
 
@@ -143,10 +143,6 @@ class TestSendWindow:
                 assert state.missing([0], 0.0)[1] == []
             state.new_receiver(0.0)
         assert state.num_pending == 1
-
-    def test_credit_must_be_positive(self):
-        with pytest.raises(ValueError, match="items is 0"):
-            window(items=0)
 
 
 class TestPeerLedger:
@@ -271,7 +267,7 @@ def test_any_schedule_settles_every_message_and_delivers_it_once(seed):
                 continue
             if kind == "report":
                 settled += [seq for seq in content[0] if sender.settle(seq, now) is not None]
-                sender.heard()
+                sender.answered = True
                 again, lost = sender.missing(content[1], now)
                 assert not lost
                 net += [("data", incarnation, (out.seq, sender.low)) for out in again]
@@ -320,13 +316,13 @@ class Net:
         self.stack = contextlib.AsyncExitStack()
 
     async def receiver(self, limits=LIMITS, **options):
-        receiver = ChannelReceiver("receiver", limits=limits, host="h", transport=self.transport, **options)
+        receiver = ChannelReceiver("receiver", runtime=limits, transport=self.transport, **options)
         endpoint = await receiver.start()
         self.stack.push_async_callback(receiver.close)
         return receiver, endpoint
 
     async def sender(self, endpoint=None, limits=LIMITS, name="sender", **options):
-        sender = ChannelSender(name, "receiver", "1", limits=limits, host="h", transport=self.transport, **options)
+        sender = ChannelSender(name, "receiver", "1", runtime=limits, transport=self.transport, **options)
         await sender.start()
         self.stack.push_async_callback(sender.close)
         if endpoint is not None:
@@ -403,7 +399,7 @@ async def test_no_message_is_lost_or_repeated_under_faults(net, seed):
     assert sorted(seen) == sorted((sender.name, body) for sender, body in work)
     assert sum(sender.num_resent for sender in senders) > 0
     assert receiver.num_malformed > 0
-    assert receiver.num_remembered <= 3 * LIMITS.credit_items * 4
+    assert receiver.num_remembered <= 3 * LIMITS.push_credit_items * 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -460,9 +456,9 @@ async def test_credit_runs_out_when_nothing_is_received(net):
     sender = await net.sender(endpoint, PATIENT)
     sends = [asyncio.create_task(sender.send(b"%d" % i, [b"x" * 100], timeout_s=60, what="it")) for i in range(30)]
     await turns()
-    assert receiver.num_queued == PATIENT.credit_items
+    assert receiver.num_queued == PATIENT.push_credit_items
     assert sender.num_pending == 30
-    assert sender.pending_bytes <= PATIENT.credit_items * 102
+    assert sender.pending_bytes <= PATIENT.push_credit_items * 102
     with pytest.raises(ChannelFull, match="which use up the credit"):
         sender.send_nowait(b"more")
     seen = []
@@ -491,26 +487,26 @@ async def test_the_receiver_stops_reading_when_its_queue_is_full(net):
     senders = [await net.sender(endpoint, PATIENT, name=f"s{i}") for i in range(4)]
     sends = [
         asyncio.create_task(sender.send(b"%d" % i, timeout_s=60, what="it"))
-        for i in range(PATIENT.credit_items)
+        for i in range(PATIENT.push_credit_items)
         for sender in senders
     ]
     await turns()
-    assert receiver.num_queued == PATIENT.credit_items
+    assert receiver.num_queued == PATIENT.push_credit_items
     seen = []
     consumer = await running(settle_all(receiver, seen))
     await asyncio.gather(*sends)
     await stop(consumer)
-    assert len(seen) == 4 * PATIENT.credit_items
+    assert len(seen) == 4 * PATIENT.push_credit_items
 
 
 async def test_a_timed_out_send_gives_the_reason_and_leaves_no_backlog(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    held = [asyncio.create_task(sender.send(b"a", timeout_s=60, what="it")) for _ in range(PATIENT.credit_items)]
+    held = [asyncio.create_task(sender.send(b"a", timeout_s=60, what="it")) for _ in range(PATIENT.push_credit_items)]
     await turns()
     with pytest.raises(TimeoutError, match=r"waited 0.01 s for receiver to settle ticket 7; still without credit: 8"):
         await sender.send(b"b", timeout_s=0.01, what="ticket 7")
-    assert sender.num_pending == PATIENT.credit_items
+    assert sender.num_pending == PATIENT.push_credit_items
     consumer = await running(settle_all(receiver, seen := []))
     await asyncio.gather(*held)
     await stop(consumer)

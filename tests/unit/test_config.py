@@ -71,6 +71,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ),
         ("train.batch_size=many", "train.batch_size='many': must be a whole number"),
         ("train.batch_size=0", "train.batch_size=0: must be at least 1"),
+        ("runtime.push_credit_items=0", "runtime.push_credit_items=0: must be at least 1"),
         ("train.batch_size", "is not of the form key=value"),
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
         ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),

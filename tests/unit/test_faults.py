@@ -15,7 +15,6 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig, FaultsConfig, R
 from asyncrl.launch.experiment import validate
 from asyncrl.runtime import http_client
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
-from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.transport import (
     FaultyTransport,
     PushSocket,
@@ -26,7 +25,9 @@ from asyncrl.runtime.transport import (
 from asyncrl.testing.faults import KINDS, TARGETS, check_target, schedule
 from tests.support.memory_transport import MemoryTransport
 
-LIMITS = ChannelLimits(16, 1 << 22, 0.05, 1 << 20, 5.0)
+LIMITS = RuntimeConfig(
+    push_credit_items=16, push_credit_bytes=1 << 22, resend_after_s=0.05, max_message_bytes=1 << 20, start_timeout_s=5.0
+)
 ALL = FaultsConfig(seed=3, drop=0.1, duplicate=0.1, corrupt=0.1, delay=0.1, delay_s=0.02)
 
 
@@ -172,13 +173,11 @@ async def test_a_channel_delivers_everything_once_and_unchanged(seed, ordered):
     drawn = random.Random(seed)
     bodies = [[drawn.randbytes(drawn.choice((0, 10, 40_000))) for _ in range(3)] for _ in range(80)]
     async with contextlib.AsyncExitStack() as stack:
-        receiver = ChannelReceiver(
-            "r", limits=LIMITS, host="h", ordered=ordered, transport=FaultyTransport(memory, faults, "r")
-        )
+        receiver = ChannelReceiver("r", runtime=LIMITS, ordered=ordered, transport=FaultyTransport(memory, faults, "r"))
         endpoint = await receiver.start()
         stack.push_async_callback(receiver.close)
         sender = ChannelSender(
-            "s", "r", "1", limits=LIMITS, host="h", on_restart="fail", transport=FaultyTransport(memory, faults, "s")
+            "s", "r", "1", runtime=LIMITS, on_restart="fail", transport=FaultyTransport(memory, faults, "s")
         )
         await sender.start()
         stack.push_async_callback(sender.close)

@@ -21,7 +21,7 @@ from asyncrl.protocol.manager import MasterReport
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
-from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
+from asyncrl.runtime.channel_protocol import ChannelRefused
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, puller_stream
 from tests.support.memory_names import MemoryNameResolver
 
@@ -105,13 +105,13 @@ def bomb(tmp_path):
 
 async def test_a_pickle_in_a_stream_is_refused(bomb):
     made, crater = bomb
-    limits = ChannelLimits.of(RuntimeConfig())
+    runtime = RuntimeConfig()
     with MemoryNameResolver(uuid.uuid4().hex) as resolver:
         names = Names("e", "t")
         puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=RuntimeConfig())
         await puller.start()
         pulling = asyncio.create_task(puller.pull())
-        sender = ChannelSender("s", "puller0", "i", limits=limits, host="127.0.0.1")
+        sender = ChannelSender("s", "puller0", "i", runtime=runtime)
         await sender.start(resolver, names.stream(puller_stream(0)))
         for header, frames in ((made, [made]), (msgspec.msgpack.encode(made), [])):
             with pytest.raises(ChannelRefused, match="cannot read"):
