@@ -1,17 +1,14 @@
 """The launcher's side of name resolve: starts a private etcd unless the user names endpoints, grants leases, publishes statuses.
 
-The launcher's loop never waits for name resolve. One thread runs the calls that may block (publishing statuses, revoking leases).
+The launcher's loop never waits for name resolve. A thread of name_writer.py publishes statuses and revokes leases.
 Another thread (private_etcd.py) restarts a private etcd that ended or froze. After an outage, the workers' own sessions restore
 their entries.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -21,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, authenticates
+from asyncrl.launch.hosts.watch_cache import WatchCache
+from asyncrl.launch.name_writer import NameWriter
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.names import Names, incarnation
@@ -30,7 +29,6 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
     Lease,
-    LeaseNotFound,
     NameEntryExists,
     NameEntryNotFound,
     NameResolveError,
@@ -43,7 +41,6 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0
-_RETRY_S = 1.0  # delay after a failed call before the publisher tries again
 
 
 class NameService:
@@ -60,6 +57,7 @@ class NameService:
         *,
         etcd: PrivateEtcd | None = None,
         owner: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """name_resolve: the config with which processes reach name resolve. resolver: the launcher's session. notice: shows a
         message to the user. etcd: the private etcd; None: the etcd is the user's, and `owner` is this
@@ -67,7 +65,7 @@ class NameService:
         self.name_resolve, self.resolver = name_resolve, resolver
         self._config, self._notice, self._etcd, self._owner = config, notice, etcd, owner
         self._names = Names(config.experiment, config.trial)
-        self._publisher = _Publisher(resolver, self._names)
+        self.writer = NameWriter(resolver, clock)
 
     @classmethod
     def open(
@@ -104,7 +102,7 @@ class NameService:
                 )
                 raise LaunchError(f"name_resolve.endpoints={name_resolve.endpoints}: {error}{hint}") from error
             undo.pop_all()
-        return cls(config, name_resolve, resolver, notice, etcd=etcd, owner=owner)
+        return cls(config, name_resolve, resolver, notice, etcd=etcd, owner=owner, clock=clock)
 
     @property
     def endpoints(self) -> list[str]:
@@ -160,6 +158,12 @@ class NameService:
         """Watch for requests of `asyncrl-launch stop` on another host. The callback runs on a thread of name resolve."""
         self._watch(self._names.stop_request(), callback)
 
+    def watch_checked(self, key: str, callback: WatchCallback) -> None:
+        """Watch a subtree, and compare the watch with reads."""
+        cache = WatchCache(callback)
+        self._watch(key, cache.observe, subtree=True)
+        self.writer.compare(key, cache)
+
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
         try:
             self.resolver.watch(key, callback, subtree=subtree)
@@ -167,13 +171,13 @@ class NameService:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
-        """Publish the newest statuses. statuses: lease id -> status of the process with that lease. Does not wait. Statuses that
-        cannot be published because of an outage are dropped."""
-        self._publisher.publish(statuses)
+        """Publish the newest statuses. statuses: lease id -> status of the process with that lease. Does not wait."""
+        for lease_id, status in statuses.items():
+            self.writer.put(self._names.status(status.worker), msgspec.json.encode(status).decode(), lease_id)
 
     def revoke(self, lease: Lease) -> None:
         """Revoke the lease of a process that has ended. This deletes the keys of the process. Does not wait."""
-        self._publisher.revoke(lease)
+        self.writer.revoke(lease)
 
     def turn(self) -> None:
         """Raise LaunchError if there is a private etcd that could not be restarted or has ended too often.
@@ -187,8 +191,8 @@ class NameService:
         """Delete the run's keys from the user's etcd, or stop the private one."""
         if self._etcd is None:
             _delete_keys(self.resolver, self._names, self._owner, self._notice)
-        self.resolver.close()  # unblocks the publisher
-        self._publisher.close()
+        self.resolver.close()  # unblocks the writer
+        self.writer.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
 
@@ -271,65 +275,3 @@ def _remove(folder: Path) -> None:
             f"{folder} is left over from an earlier attempt and cannot be removed ({error.strerror}); delete it, or choose "
             "another trial=..."
         ) from error
-
-
-class _Publisher:
-    """Publishes the newest statuses and revokes leases, on its own thread.
-
-    consumes: leases from `revoke`, and statuses from `publish`; each call of `publish` replaces statuses that are not published
-    yet. produces: entries.
-    waits for: work; the backend, which answers or fails within name_resolve.timeout_s.
-    unblocked by: the launcher; the closing of the resolver.
-    """
-
-    def __init__(self, resolver: NameResolver, names: Names) -> None:
-        self._resolver = resolver
-        self._names = names
-        self._condition = threading.Condition()
-        self._statuses: dict[int, WorkerStatus] = {}
-        self._revoked: deque[Lease] = deque()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="status publisher", daemon=True)
-        self._thread.start()
-
-    def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
-        with self._condition:
-            self._statuses = dict(statuses)
-            self._condition.notify()
-
-    def revoke(self, lease: Lease) -> None:
-        with self._condition:
-            self._revoked.append(lease)
-            self._condition.notify()
-
-    def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
-        self._thread.join(_STOP_LIMIT_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._closed or self._statuses or self._revoked)
-                if self._closed:
-                    return
-                statuses, self._statuses = self._statuses, {}
-                revoked = list(self._revoked)
-            gone = {lease.id for lease in revoked}
-            try:
-                for lease in revoked:
-                    lease.revoke()
-                    with self._condition:
-                        self._revoked.remove(lease)
-                for lease_id, status in statuses.items():
-                    if lease_id not in gone:
-                        self._put(lease_id, status)
-            except NameResolveError:  # an outage: drop these statuses; revoke the leases after the outage
-                with self._condition:
-                    self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
-
-    def _put(self, lease_id: int, status: WorkerStatus) -> None:
-        value = msgspec.json.encode(status).decode()
-        with contextlib.suppress(LeaseNotFound):  # the process has ended since
-            self._resolver.add(self._names.status(status.worker), value, replace=True, lease=lease_id)

@@ -29,9 +29,9 @@ def test_a_host_that_is_cut_off_at_the_end_of_a_run_is_waited_for_until_it_is_lo
     )
     names = Names(config.experiment, config.trial)
     with MemoryNameResolver(str(tmp_path)) as resolver:
-        pool = RemoteProcessPool(
-            config, MagicMock(resolver=resolver), tmp_path, own_host=THERE, attempt=1, notice=print, say=print
-        )
+        service = MagicMock(resolver=resolver)
+        service.watch_checked = lambda key, callback: resolver.watch(key, callback, subtree=True)
+        pool = RemoteProcessPool(config, service, tmp_path, own_host=THERE, attempt=1, notice=print, say=print)
         record = HostRecord(
             host=CUT_OFF, incarnation="d", address=CUT_OFF, gpus=[], cores=1, memory_bytes=1 << 34, pid=1
         )

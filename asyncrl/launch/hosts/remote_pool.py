@@ -13,7 +13,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -22,7 +22,6 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
-from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
@@ -34,7 +33,7 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord, ObservedProcess
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
+from asyncrl.runtime.names.interface import Lease, NameResolveError, WatchEvent
 from asyncrl.runtime.process import python_module
 
 _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
@@ -70,7 +69,7 @@ class RemoteChild(Child):
         incarnation: int,
         host: str,
         host_daemon: str,
-        desired: _DesiredState,
+        order: Callable[[RemoteChild, _State], None],
         restarts: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -78,7 +77,7 @@ class RemoteChild(Child):
         super().__init__(spec, None, log, -1, lease, started=clock.time(), restarts=restarts, host=host, clock=clock)
         self.incarnation = incarnation
         self.host_daemon = host_daemon  # incarnation of the host daemon that starts it
-        self._desired = desired
+        self._order = order
         self._how = ""
         self._tail = ""
         self._asked = "run"
@@ -101,13 +100,13 @@ class RemoteChild(Child):
     def ask_to_stop(self) -> None:
         if self._asked == "run" and self.returncode is None:
             self._asked = "stop"
-            self._desired.put(self, "stop")
+            self._order(self, "stop")
 
     def kill(self, *, froze_s: float = 0.0) -> None:
         self.froze_s = self.froze_s or froze_s
         if self._asked != "kill" and self.returncode is None:
             self._asked = "kill"
-            self._desired.put(self, "kill")
+            self._order(self, "kill")
 
     def tail(self) -> str:
         return self._tail or "(nothing)"
@@ -165,7 +164,7 @@ class RemoteProcessPool(Pool):
         super().__init__(notice, clock)
         self._config, self._run_dir, self._own_host, self._say = config, run_dir, own_host, say
         self._names = Names(config.experiment, config.trial)
-        self._resolver = service.resolver
+        self._resolver, self._writer = service.resolver, service.writer
         self._record = LauncherRecord(
             incarnation=incarnation("launcher", attempt=attempt, start=1),
             host=own_host,
@@ -173,10 +172,6 @@ class RemoteProcessPool(Pool):
             attempt=attempt,
             start=own_start() if config.cluster == "slurm" else "",
         )
-        self._caches = {
-            self._names.host_daemons(): WatchCache(self._observe_daemon),
-            self._names.observed(): WatchCache(self._observe_report),
-        }
         self._own_daemon: subprocess.Popen[bytes] | None = None
         self._own_daemon_ends = 0
         self._news = threading.Condition()
@@ -187,13 +182,12 @@ class RemoteProcessPool(Pool):
         self._placement = Placement([], own_host)
         self._num_started = 0
         try:
-            for key, cache in self._caches.items():
-                self._resolver.watch(key, cache.observe, subtree=True)
+            service.watch_checked(self._names.host_daemons(), self._observe_daemon)
+            service.watch_checked(self._names.observed(), self._observe_report)
             self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
             self._put_record(self._record)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {service.name_resolve.where}: {error}") from error
-        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches, clock)
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -252,11 +246,11 @@ class RemoteProcessPool(Pool):
             incarnation=self._num_started,
             host=place.host.name,
             host_daemon=self._known[place.host.name].incarnation,
-            desired=self._desired,
+            order=self._order,
             restarts=restarts,
             clock=self._clock,
         )
-        self._desired.put(child, "run")
+        self._order(child, "run")
         self.children.append(child)
         return child
 
@@ -284,7 +278,7 @@ class RemoteProcessPool(Pool):
             return
         self.children.remove(child)
         assert isinstance(child, RemoteChild)
-        self._desired.remove(child)
+        self._withdraw(child)
         if not any(other.name == child.name for other in self.children):
             self._placement.release(child.name)
 
@@ -299,7 +293,6 @@ class RemoteProcessPool(Pool):
         with self._news:
             limit_s = max(_GOODBYE_LIMIT_S, self._config.network.host_lost_after_s)
             self._news.wait_for(lambda: not self._daemons, limit_s)
-        self._desired.close()
         if self._own_daemon is not None:
             try:
                 self._own_daemon.wait(_GOODBYE_LIMIT_S)
@@ -337,7 +330,7 @@ class RemoteProcessPool(Pool):
         ]
         for child in lost:
             child.lose(how)
-            self._desired.remove(child)
+            self._withdraw(child)
         self._placement.lose(name)
         left = ", ".join(self._known) or "none"
         self._notice(
@@ -381,6 +374,27 @@ class RemoteProcessPool(Pool):
         self._notice(f"the host daemon of this host has ended and is restarted; its log: {log}")
         self._start_own_daemon()
 
+    def _order(self, child: RemoteChild, state: _State) -> None:
+        """Publish the desired state of a child for its host daemon."""
+        spec = child.spec
+        desired = DesiredProcess(
+            launcher=self._record.incarnation,
+            host_daemon=child.host_daemon,
+            attempt=spec.config.worker.attempt,
+            name=spec.name,
+            incarnation=child.incarnation,
+            state=state,
+            config=config_text(spec.config),
+            env=dict(spec.env),
+            lease=child.lease.id,
+            computes=spec.computes,
+        )
+        self._writer.put(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
+
+    def _withdraw(self, child: RemoteChild) -> None:
+        """Delete a child's desired state. Its host daemon then kills the process, if it still runs, and no longer reports it."""
+        self._writer.put(self._names.desired_process(child.host, child.name), None)
+
     def _put_record(self, record: LauncherRecord) -> None:
         value = msgspec.json.encode(record).decode()
         self._resolver.add(self._names.launcher(), value, replace=True, lease=self._lease.id)
@@ -403,86 +417,3 @@ class RemoteProcessPool(Pool):
         with self._news, contextlib.suppress(*DECODE_ERRORS):
             self._reports[event.key.rpartition("/")[2]] = msgspec.json.decode(event.value, type=HostReport)
             self._news.notify_all()
-
-
-class _DesiredState:
-    """Publishes the desired state on its own thread, which also compares the watch caches with reads every few seconds.
-
-    consumes: the newest desired state of each process. produces: entries. waits for: work; name resolve, within its limits; in an
-    outage it retries. unblocked by: the launcher; `close`.
-    """
-
-    def __init__(
-        self,
-        resolver: NameResolver,
-        names: Names,
-        launcher: str,
-        caches: Mapping[str, WatchCache],
-        clock: Clock,
-    ) -> None:
-        self._resolver, self._names, self._launcher, self._caches = resolver, names, launcher, caches
-        self._clock = clock
-        self._condition = threading.Condition()
-        self._due: dict[str, str | None] = {}  # by key: the value to write; None: delete the key
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="desired state", daemon=True)
-        self._thread.start()
-
-    def put(self, child: RemoteChild, state: _State) -> None:
-        spec = child.spec
-        desired = DesiredProcess(
-            launcher=self._launcher,
-            host_daemon=child.host_daemon,
-            attempt=spec.config.worker.attempt,
-            name=spec.name,
-            incarnation=child.incarnation,
-            state=state,
-            config=config_text(spec.config),
-            env=dict(spec.env),
-            lease=child.lease.id,
-            computes=spec.computes,
-        )
-        self._publish(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
-
-    def remove(self, child: RemoteChild) -> None:
-        """Delete a child's desired state. Its host daemon then kills the process, if it still runs, and no longer reports it."""
-        self._publish(self._names.desired_process(child.host, child.name), None)
-
-    def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
-        self._thread.join(_RETRY_S)
-
-    def _publish(self, key: str, value: str | None) -> None:
-        """Schedule a write. value: None: delete the key."""
-        with self._condition:
-            self._due[key] = value
-            self._condition.notify()
-
-    def _run(self) -> None:
-        next_read = self._clock.monotonic() + READ_EVERY_S
-        while True:
-            with self._condition:
-                self._condition.wait_for(
-                    lambda: self._closed or self._due, max(0.0, next_read - self._clock.monotonic())
-                )
-                if self._closed:
-                    return
-                due = dict(self._due)
-            try:
-                if self._clock.monotonic() >= next_read:
-                    next_read = self._clock.monotonic() + READ_EVERY_S
-                    for key, cache in self._caches.items():
-                        cache.read(self._resolver.get_subtree(key))
-                for key, value in due.items():
-                    if value is None:
-                        self._resolver.delete(key)
-                    else:
-                        self._resolver.add(key, value, replace=True)
-                    with self._condition:
-                        if self._due.get(key, "") == value:
-                            del self._due[key]
-            except (NameResolveError, LeaseNotFound):
-                with self._condition:
-                    self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
