@@ -30,7 +30,7 @@ from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import StorageError, out_of_files
-from asyncrl.runtime.loop_watch import LoopWatch
+from asyncrl.runtime.loop_watch import watch_loop
 from asyncrl.runtime.services import Services
 from asyncrl.runtime.stacks import tell_tasks_of
 from asyncrl.runtime.system import System
@@ -224,7 +224,7 @@ def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None 
     launcher = worker.system.launcher
     # Not for a worker started by hand: it may run in a debugger, which stops the loop
     if launcher is not None and launcher.lease is not None:
-        LoopWatch(worker.logger).start(loop)
+        watch_loop(loop, worker.logger)
     try:
         loop.run_until_complete(worker.main())
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
-from asyncrl.runtime.loop_watch import LoopWatch
+from asyncrl.runtime.loop_watch import watch_loop
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=32)
@@ -362,16 +362,14 @@ async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
             told.set()
 
     def stand_still() -> None:
-        watch.start(asyncio.get_running_loop())  # started here, so that it never sees the loop outside this function
+        watch_loop(asyncio.get_running_loop(), LOGGER, limit_s=0.05)
         assert told.wait(LIMIT_S)
 
     handler = Teller()
     LOGGER.addHandler(handler)
-    watch = LoopWatch(LOGGER, limit_s=0.05)
     try:
         stand_still()
     finally:
-        watch.close()
         LOGGER.removeHandler(handler)
     assert "has been blocked for 0.05 s by a coroutine. Put a blocking client into a plain `def chat`" in text
     assert "in stand_still" in text
