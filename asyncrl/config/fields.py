@@ -20,7 +20,7 @@ class Wrong(NamedTuple):
     text: str  # field, value and remedy
 
 
-_ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
+_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
 _CLOSE = 0.8  # two names with at least this difflib ratio count as one name with a typing error
 _MOST_EQUAL = 3  # if more than this many fields fit equally well, none is suggested
 
@@ -155,7 +155,7 @@ def _with_keys(path: str, parts: list[str]) -> str:
     """Replace each `*` in the path by the key that the asked path has there, or by `default` if it has none."""
     found = path.split(".")
     for at, part in enumerate(found):
-        if part == _ANY_KEY:
+        if part == _KEY:
             behind = parts.index(found[at - 1]) + 1 if found[at - 1] in parts else len(parts)
             found[at] = parts[behind] if behind < len(parts) - 1 else "default"
     return ".".join(found)
@@ -173,16 +173,25 @@ def _aliases() -> dict[str, str]:
 @cache
 def _known_paths() -> tuple[str, ...]:
     """Paths of all fields and sections."""
-    return tuple(_paths_of(ExperimentConfig, ""))
+    return tuple(f"{prefix}{entry.name}" for prefix, section in sections_of(_KEY) for entry in fields(section))
 
 
-def _paths_of(section: type, prefix: str) -> Iterator[str]:
-    for name, hint in hints_of(section).items():
-        path = f"{prefix}{name}"
-        yield path
+def sections_of(key: str, section: Any = ExperimentConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each section, absent ones too, as an object with its defaults, after the beginning of the paths of its fields. key:
+    stands in a path for a name that the user chooses."""
+    section = section() if isinstance(section, type) else section
+    yield prefix, section
+    for name, hint in hints_of(section.__class__).items():
         below, is_keyed = section_in(hint)
         if below is not None:
-            yield from _paths_of(below, f"{path}.{_ANY_KEY}." if is_keyed else f"{path}.")
+            value = getattr(section, name)
+            place = f"{prefix}{name}.{key}." if is_keyed else f"{prefix}{name}."
+            yield from sections_of(key, value if is_dataclass(value) else below, place)
+
+
+def values_in(section: Any) -> list[Field[Any]]:
+    """The fields of a section that are not sections."""
+    return [entry for entry in fields(section) if section_in(hints_of(section.__class__)[entry.name])[0] is None]
 
 
 @cache

@@ -9,23 +9,21 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import itertools
 import tokenize
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 
 from asyncrl.config import schema
-from asyncrl.config.fields import default_of, hints_of, section_in
+from asyncrl.config.fields import sections_of, values_in
 from asyncrl.config.limits import rule_of
 from asyncrl.config.schema import ExperimentConfig
 
 KEY = "<name>"  # in a path: a key that the user chooses
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
 @dataclass(frozen=True)
@@ -40,38 +38,20 @@ class FieldReference:
     meaning: str
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """A field of a section, as its class declares it."""
-
-    path: str
-    entry: Field[Any]
-    hint: Any
-    default: Any
-    meaning: str
-    section: type | None  # the class below it, if the field holds sections
-
-
 def all_fields() -> list[FieldReference]:
-    """In the order of the schema."""
+    """By section, in the order of the schema."""
     return [
         FieldReference(
-            path=declared.path,
-            type=str(declared.entry.type),
-            default=_shown(declared.default),
-            limits=", ".join(rule_of(declared.entry).bounds),
-            allowed=rule_of(declared.entry).words,
-            meaning=declared.meaning,
+            path=f"{prefix}{entry.name}",
+            type=str(entry.type),
+            default=_shown(getattr(section, entry.name)),
+            limits=", ".join(rule_of(entry).bounds),
+            allowed=rule_of(entry).words,
+            meaning=_comments()[type(section).__name__].get(entry.name, ""),
         )
-        for declared in _declared(ExperimentConfig, ExperimentConfig(), "")
-        if declared.section is None
+        for prefix, section in sections_of(KEY)
+        for entry in values_in(section)
     ]
-
-
-def sections() -> dict[str, str]:
-    """Path and docstring of each section."""
-    declared = _declared(ExperimentConfig, ExperimentConfig(), "")
-    return {one.path: inspect.getdoc(one.section) or "" for one in declared if one.section is not None}
 
 
 def select(path: str) -> list[FieldReference]:
@@ -87,8 +67,24 @@ def select(path: str) -> list[FieldReference]:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a config file, for editors. Unknown fields are refused, as asyncrl refuses them."""
-    found = _object_schema(ExperimentConfig, ExperimentConfig(), "")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl", **found}
+    found = msgspec.json.schema(ExperimentConfig)
+    for _, section in sections_of(KEY):
+        declared = found["$defs"][type(section).__name__]
+        declared["additionalProperties"] = False
+        for entry in values_in(section):
+            rule, about = rule_of(entry), declared["properties"][entry.name]
+            bounds = {
+                "minimum": rule.at_least,
+                "exclusiveMinimum": rule.above,
+                "maximum": rule.at_most,
+                "exclusiveMaximum": rule.below,
+            }
+            about |= {name: bound for name, bound in bounds.items() if bound is not None}
+            about["description"] = _comments()[type(section).__name__].get(entry.name, "")
+            about["default"] = getattr(section, entry.name)
+            if rule.words:
+                about.get("items", about)["enum"] = list(rule.words)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
 
 def schema_text() -> str:
@@ -109,12 +105,10 @@ def markdown() -> str:
         f"`{KEY}` in a path stands for a name that you choose. Times are in seconds where a name ends with `_s`, and sizes",
         "in bytes where it ends with `_bytes`.",
     ]
-    described, by_section = sections(), defaultdict(list)
-    for field in all_fields():
-        by_section[field.path.rpartition(".")[0]].append(field)
-    for section, members in by_section.items():
+    about = {prefix.rstrip("."): inspect.getdoc(section) or "" for prefix, section in sections_of(KEY)}
+    for section, members in itertools.groupby(all_fields(), lambda field: field.path.rpartition(".")[0]):
         lines += ["", f"## {section or 'The run'}".replace("<", "&lt;"), ""]
-        lines += [described[section].partition("\n\n")[0].replace("\n", " "), ""] if described.get(section) else []
+        lines += [about[section].partition("\n\n")[0].replace("\n", " "), ""] if section else []
         lines += [_entry(field) for field in members]
     return "\n".join(lines) + "\n"
 
@@ -133,24 +127,8 @@ def _escaped(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- fields
 
 
-def _declared(section: type, value: Any, prefix: str) -> Iterator[_Declared]:
-    """value: the section with its defaults; None: it is absent by default."""
-    hints, meanings = hints_of(section), _comments()[section.__name__]
-    for entry in fields(section):
-        path, hint = f"{prefix}{entry.name}", hints[entry.name]
-        default = getattr(value, entry.name) if value is not None else default_of(entry)
-        below, is_keyed = section_in(hint)
-        if below is not None and is_keyed:
-            path = f"{path}.{KEY}"
-        yield _Declared(path, entry, hint, default, meanings.get(entry.name, ""), below)
-        if below is not None:
-            yield from _declared(below, default if is_dataclass(default) else None, f"{path}.")
-
-
 def _shown(value: Any) -> str:
     """Return a default value as YAML writes it."""
-    if value is MISSING:
-        return "required"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return '""' if value == "" else str(value)
@@ -185,57 +163,3 @@ def _comment_of(entry: ast.AnnAssign, comments: Mapping[int, tuple[str, bool]]) 
         line -= 1
     last = entry.end_lineno or entry.lineno
     return " ".join([*above, *(comments[number][0] for number in range(entry.lineno, last + 1) if number in comments)])
-
-
-# -------------------------------------------------------------------------------------------------------- JSON schema
-
-
-def _object_schema(section: type, value: Any, prefix: str) -> dict[str, Any]:
-    properties: dict[str, Any] = {}
-    for declared in _declared(section, value, prefix):
-        name = declared.entry.name
-        if declared.path.removesuffix(f".{KEY}") != f"{prefix}{name}":
-            continue  # of a section below
-        if declared.section is None:
-            properties[name] = _value_schema(declared)
-            continue
-        below = declared.default if is_dataclass(declared.default) else None
-        inner = _object_schema(declared.section, below, f"{declared.path}.")
-        if declared.path.endswith(KEY):
-            inner = {"type": "object", "additionalProperties": inner}
-        elif NoneType in get_args(declared.hint):
-            inner = {"anyOf": [inner, {"type": "null"}]}
-        properties[name] = inner
-    described = {"description": inspect.getdoc(section)} if section.__doc__ else {}
-    return {"type": "object", "additionalProperties": False, **described, "properties": properties}
-
-
-def _value_schema(declared: _Declared) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": declared.meaning} if declared.meaning else {}
-    found |= _type_schema(declared.hint)
-    rule = rule_of(declared.entry)
-    if rule.words:
-        inner = found["items"] if found["type"] == "array" else found
-        inner["enum"] = list(rule.words)
-    bounds = {
-        "minimum": rule.at_least,
-        "exclusiveMinimum": rule.above,
-        "maximum": rule.at_most,
-        "exclusiveMaximum": rule.below,
-    }
-    found |= {name: bound for name, bound in bounds.items() if bound is not None}
-    if declared.default is not MISSING:
-        found["default"] = declared.default
-    return found
-
-
-def _type_schema(hint: Any) -> dict[str, Any]:
-    if hint in _TYPES:
-        return {"type": _TYPES[hint]}
-    if get_origin(hint) is list:
-        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
-    if get_origin(hint) is dict:
-        return {"type": "object", "additionalProperties": _type_schema(get_args(hint)[1])}
-    if options := get_args(hint):
-        return {"type": [_type_schema(option)["type"] for option in options]}
-    return {}

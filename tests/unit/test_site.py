@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -155,15 +156,19 @@ def test_the_gallery_shows_each_example_and_each_config_for_a_cpu() -> None:
     assert max(pictures.values()) <= 60_000
 
 
-def unknown_keys(value: object, schema: dict[str, object], path: str = "") -> list[str]:
-    """Return the keys of a config that the schema refuses."""
-    for option in schema.get("anyOf", [schema]):  # type: ignore[attr-defined]
+def unknown_keys(
+    value: object, schema: dict[str, Any], path: str = "", whole: dict[str, Any] | None = None
+) -> list[str]:
+    """Return the keys of a config that the schema refuses. whole: the schema that this one is part of."""
+    whole = whole or schema
+    for option in schema.get("anyOf", [schema]):
+        option = whole["$defs"][option["$ref"].rpartition("/")[2]] if "$ref" in option else option
         if isinstance(value, dict) and option.get("type") == "object":
-            properties, others = option.get("properties", {}), option["additionalProperties"]
+            properties, others = option.get("properties", {}), option.get("additionalProperties", {})
             found: list[str] = []
             for key, inner in value.items():
                 below = properties.get(key, others)
-                found += [f"{path}{key}"] if below is False else unknown_keys(inner, below, f"{path}{key}.")
+                found += [f"{path}{key}"] if below is False else unknown_keys(inner, below, f"{path}{key}.", whole)
             return found
     return []
 
