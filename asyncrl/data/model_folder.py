@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} is not a JSON object")
     return content
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json about text: of a multimodal model a part of its own, otherwise the whole."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def _bounded(content: bytes, most: int) -> bytes:

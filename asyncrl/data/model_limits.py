@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.model_folder import read_object
+from asyncrl.data.model_folder import read_object, text_config
 
 UNLIMITED = 1 << 30
 
@@ -25,7 +25,7 @@ class ModelLimits:
         """Read the limits from a model's folder. Raises ValueError if config.json lacks vocab_size."""
         folder = Path(model_path).expanduser()
         config = read_object(folder / "config.json")
-        text: dict[str, Any] = config.get("text_config") or config  # text_config: of a multimodal model
+        text = text_config(config)
         defaults: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
             defaults = read_object(folder / "generation_config.json")

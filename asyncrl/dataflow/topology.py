@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,7 @@ class ProcessTopology:
 
     @property
     def size(self) -> int:
-        size = 1
-        for dim in self.dims:
-            size *= dim
-        return size
+        return math.prod(self.dims)
 
     def get_rank(self, **coordinates: int) -> int:
         """Return the rank at these coordinates. Each axis must have one."""

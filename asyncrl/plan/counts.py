@@ -43,22 +43,18 @@ class ShardCounts(msgspec.Struct):
     exported: int = 0  # bytes of the weights of an export, twice: parts, and parts cast to the dtype of exports
 
 
-def plus(one: T, other: T, factor: int = 1) -> T:
+def plus(one: Any, other: Any, factor: int = 1) -> Any:
     """Add `factor` times `other`, number by number. The factor may be negative. A key that is missing counts as 0."""
-    first: Any = one
-    second: Any = other
-    result: Any
-    if isinstance(first, int):
-        result = first + factor * second
-    elif isinstance(first, dict):
-        zeros = {key: type(value)() for key, value in {**first, **second}.items()}
-        result = {key: plus(first.get(key, zero), second.get(key, zero), factor) for key, zero in zeros.items()}
-    else:
-        names = first.__struct_fields__
-        result = type(first)(**{name: plus(getattr(first, name), getattr(second, name), factor) for name in names})
-    return result  # type: ignore[no-any-return]
+    if isinstance(one, int):
+        return one + factor * other
+    if isinstance(one, dict):
+        zeros = {key: type(value)() for key, value in {**one, **other}.items()}
+        return {key: plus(one.get(key, zero), other.get(key, zero), factor) for key, zero in zeros.items()}
+    names = one.__struct_fields__
+    return type(one)(**{name: plus(getattr(one, name), getattr(other, name), factor) for name in names})
 
 
 def extrapolated(first: T, second: T, further: int) -> T:
     """Return the value that follows `second` after `further` more steps, each as large as the one from first to second."""
-    return plus(second, plus(second, first, -1), further)
+    found: T = plus(second, plus(second, first, -1), further)
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.model_folder import read_object
+from asyncrl.data.model_folder import read_object, text_config
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.plan.result import PlanError
@@ -68,7 +68,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read the values of a config.json. Raises PlanError for a family that this arithmetic does not cover."""
-        text = config.get("text_config") or config
+        text = text_config(config)
         family = text.get("model_type")
         if family not in _FAMILIES:
             raise PlanError(

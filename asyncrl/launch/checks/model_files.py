@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.model_folder import INDEX, SINGLE, read_json, read_object, read_shapes, shard_path, weight_map
+from asyncrl.data.model_folder import (
+    INDEX,
+    SINGLE,
+    read_json,
+    read_object,
+    read_shapes,
+    shard_path,
+    text_config,
+    weight_map,
+)
 
 _OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: loading a pickle runs code from it
 _LAYER = re.compile(r"(?<=\.)(\d+)\.")  # the first number in the name of a tensor
@@ -111,7 +120,7 @@ def _contradiction(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
         config = read_object(folder / "config.json")
     except (ValueError, OSError):
         return ""  # read_config reports it
-    text = _text_config(config)
+    text = text_config(config)
     layers, vocabulary, hidden = (
         _first(text, names)
         for names in (
@@ -153,11 +162,6 @@ def _head_contradiction(text: Mapping[str, Any], shapes: Mapping[str, tuple[int,
     return ""
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The first of these fields that the config has, or nothing: architectures name them differently."""
     return next(({name: config[name]} for name in names if config.get(name) is not None), {})
@@ -174,7 +178,7 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
     their vocabulary, which does not occur in text. A prompt that contains such a token is rejected (`generation_refused`).
     """
     folder = Path(tokenizer_path).expanduser()
-    vocab_size = config.get("vocab_size") or _text_config(config).get("vocab_size")
+    vocab_size = config.get("vocab_size") or text_config(config).get("vocab_size")
     if not isinstance(vocab_size, int) or not (folder / "tokenizer.json").is_file():
         return
     if (size := (folder / "tokenizer.json").stat().st_size) > _MAX_TOKENIZER_BYTES:
@@ -224,9 +228,9 @@ def check_end_tokens(model_path: str, config: Mapping[str, Any], *, field: str =
         raise ConfigError(
             f"{field}={model_path!r}: {path.name} cannot be read: {error}; copy the model again"
         ) from error
-    vocab_size = config.get("vocab_size") or _text_config(config).get("vocab_size")
+    vocab_size = config.get("vocab_size") or text_config(config).get("vocab_size")
     for name, content in files.items():
-        eos = content.get("eos_token_id", _text_config(content).get("eos_token_id"))
+        eos = content.get("eos_token_id", text_config(content).get("eos_token_id"))
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         wrong = [token for token in ids if not isinstance(token, int) or token < 0]
         if isinstance(vocab_size, int) and ids and not wrong and min(ids) >= vocab_size:

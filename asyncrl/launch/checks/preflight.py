@@ -22,7 +22,7 @@ from asyncrl.config.schema import (
     prompt_sources,
 )
 from asyncrl.config.transports import FILES, transport_of
-from asyncrl.data.model_folder import read_object
+from asyncrl.data.model_folder import read_object, text_config
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -323,8 +323,7 @@ def _check_length(case: Case) -> Iterator[ConfigError]:
 
 
 def _check_attention(case: Case) -> Iterator[ConfigError]:
-    config, text = case.config, case.model.get("text_config") or case.model
-    kinds = text.get("layer_types") if isinstance(text, Mapping) else None
+    config, kinds = case.config, text_config(case.model).get("layer_types")
     is_embedded = any(allocation_of(phase).traits.is_embedded for phase in phases(config))
     if is_embedded and config.generation.attention == "padded" and "sliding_attention" in (kinds or ()):
         yield ConfigError(

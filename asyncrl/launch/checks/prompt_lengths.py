@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.data.model_folder import text_config
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.launch.checks.checklist import Finding
@@ -23,9 +24,8 @@ def judge_prompt_lengths(
     model: config.json of model_path. A prompt is too long if it has more than max_prompt_length tokens, or if the model has too few
     positions for it and its response.
     """
-    text = model.get("text_config") or model
     positions = int(
-        text.get("max_position_embeddings") or UNLIMITED
+        text_config(model).get("max_position_embeddings") or UNLIMITED
     )  # validation ensures that the KV cache is large enough
     # The model workers cut a response that reaches the last position
     wanted = 1 if mode_of(config.mode).workers_generate else config.rollout.sampling.max_new_tokens
