@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.engine import EngineArguments, GenerationEngine
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights.fetch import WeightFetcher, fetch_folder, run_key
 
@@ -25,8 +21,7 @@ logger = logging.getLogger(__name__)
 class Engines(ABC):
     """What a generation server needs to start: a journal, a tokenizer, and its engine. Each engine has a subclass.
 
-    Order of calls: `make`, then the engine's `start` within `starting`. A server that begins asleep calls no `starting`: the engine
-    starts in `wake`.
+    Order of calls: `make`, then the engine's `start`. A server that begins asleep does not call it: the engine starts in `wake`.
     """
 
     def __init__(self, config: GenerationServerConfig, trace: Tracer, clock: Clock) -> None:
@@ -61,19 +56,16 @@ class Engines(ABC):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]: ...
 
     @abstractmethod
-    def starting(self, engine: GenerationEngine[Any]) -> AbstractContextManager[tuple[str, str, Callable[[], str]]]:
-        """Yield three things for a status line about the engine's start: what the server waits for, in words; the folder,
-        interpreter or URL that it waits for; and a function that returns the progress as text."""
+    def told(self) -> tuple[str, str]:
+        """For a status line about the engine's start: what the server waits for, in words; and the folder, interpreter or URL that
+        it waits for."""
 
 
 class EmbeddedEngines(Engines):
     """transformers computes in this process."""
 
-    @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        loading = LoadProgress(self._config.model_path)
-        with loading.watched():
-            yield "loading the model", self._config.model_path, loading.text
+    def told(self) -> tuple[str, str]:
+        return "loading the model", self._config.model_path
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         import torch
@@ -90,9 +82,8 @@ class EmbeddedEngines(Engines):
 class SGLangEngines(Engines):
     """A SGLang server that this process starts and owns."""
 
-    @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        yield "starting SGLang", self._config.generation.python or "this environment's", engine.progress
+    def told(self) -> tuple[str, str]:
+        return "starting SGLang", self._config.generation.python or "this environment's"
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.sglang import SGLangEngine
@@ -119,9 +110,8 @@ class SGLangEngines(Engines):
 class ExternalEngines(Engines):
     """A SGLang server that another program runs."""
 
-    @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        yield "an answer of SGLang", self._config.generation.urls[self._info.index], engine.progress
+    def told(self) -> tuple[str, str]:
+        return "an answer of SGLang", self._config.generation.urls[self._info.index]
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.sglang import SGLangEngine

@@ -77,7 +77,6 @@ _NOT_CHANGED = {  # SGLang's messages when it has changed nothing
     "Failed to get weights iterator": ErrorClass.PASSING,  # it could not read the files
     "Failed to get model loader": ErrorClass.PERMANENT,
 }
-_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
 # Time that SGLang gets beyond a step's limit: if a group fails at the sender at that limit, SGLang reports it a moment later
 _HANG_SLACK_S = 5.0
@@ -518,20 +517,18 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
 
         Raises WeightsRefused if SGLang has changed nothing. After any other error its weights are unknown, and the engine fails.
         """
-        limit_s, flush = self._config.load_timeout_s, not self._held
-        for tries_left in reversed(range(_FLUSH_TRIES)):
-            try:
-                await self._client.update_weights_from_disk(str(path), str(version), flush_cache=flush, limit_s=limit_s)
-                info = await self._client.info(limit_s=_ASK_LIMIT_S)
-                break
-            except SGLangError as error:
-                said = str(error)
-                for words, error_class in _NOT_CHANGED.items():
-                    if words in said:
-                        raise WeightsRefused(f"{path}: {said}", error_class) from error
-                if _NOT_FLUSHED not in said or not tries_left:
-                    raise self.fail(f"SGLang did not load {version}: {said}") from error
-            await asyncio.sleep(_FLUSH_PAUSE_S)
+        try:
+            await self._client.update_weights_from_disk(
+                str(path), str(version), flush_cache=False, limit_s=self._config.load_timeout_s
+            )
+            if not self._held and not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
+                raise SGLangError("it did not flush its prefix cache: it reports running requests")
+            info = await self._client.info(limit_s=_ASK_LIMIT_S)
+        except SGLangError as error:
+            for words, error_class in _NOT_CHANGED.items():
+                if words in str(error):
+                    raise WeightsRefused(f"{path}: {error}", error_class) from error
+            raise self.fail(f"SGLang did not load {version}: {error}") from error
         if info.weight_version != str(version):
             raise self.fail(f"SGLang loaded {version} but reports {info.weight_version!r}")
 

@@ -67,6 +67,7 @@ from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.generation import FinishReason, SamplingParams
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
+from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import versions as weights
@@ -308,7 +309,9 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
         self._fingerprint = ""  # of the version on disk that was loaded last; changes to it alter the model in place
-        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._loading = LoadProgress(arguments.model_path)
+        # The device of the model's tensors
+        self.weights_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
         self._keys = itertools.count()
@@ -323,12 +326,15 @@ class TransformersEngine(GenerationEngine[_Pending]):
         if not self._checked:
             await self._self_check()
 
+    def progress(self) -> str:
+        return self._loading.text()
+
     async def _self_check(self) -> None:
         """Raises ConfigError if decoding does not compute this model, and takes about a dozen passes. The engine serves nothing
         yet; counters, cache and random numbers are afterwards as before."""
         served = self._on_tokens, dict(self._num), self._paused, self._asleep
         self._on_tokens, self._version, self._paused, self._asleep = None, WeightVersion(0, 0), False, False
-        devices = [self._model.device] if self._device.startswith("cuda") else []
+        devices = [self._model.device] if self.weights_device.type == "cuda" else []
         lengths = prompt_lengths(self._config.page_size, self._max_length)
         try:
             if longest_window(self._model.config) > max(lengths):
@@ -350,7 +356,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._checked = True
 
     def _small_engine(self, path: str, config: GenerationConfig) -> TransformersEngine:
-        return TransformersEngine(EngineArguments(path, config), device=self._device)
+        return TransformersEngine(EngineArguments(path, config), device=str(self.weights_device))
 
     def _cannot_run(self, error: Exception) -> ConfigError:
         why = (str(error) or repr(error)).rstrip(".")
@@ -364,12 +370,13 @@ class TransformersEngine(GenerationEngine[_Pending]):
         padded = config.attention == "padded"
         try:
             check_shards(Path(self._initial_path))
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self._initial_path,
-                use_safetensors=True,
-                dtype=DTYPES[config.dtype],
-                attn_implementation=padded_attention.register() if padded else config.attention,
-            )
+            with self._loading.watched():
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    self._initial_path,
+                    use_safetensors=True,
+                    dtype=DTYPES[config.dtype],
+                    attn_implementation=padded_attention.register() if padded else config.attention,
+                )
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"model_path={str(self._initial_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
@@ -379,7 +386,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 f"model_path={str(self._initial_path)!r}: this architecture has no replaceable attention in transformers "
                 f"({error!r}), so the embedded engine cannot sample from it. Use another model, or SGLang (allocation=sglang...)"
             ) from error
-        self._model = model.to(self._device).requires_grad_(False).eval()
+        self._model = model.to(self.weights_device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
         self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
@@ -448,7 +455,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         del self._manager, self._model
         gc.collect()
         return_freed_memory()
-        if self._device.startswith("cuda"):
+        if self.weights_device.type == "cuda":
             torch.cuda.empty_cache()
 
     async def _acquire_devices(self) -> None:
@@ -605,11 +612,6 @@ class TransformersEngine(GenerationEngine[_Pending]):
     def weight_receiver(self, host: str) -> WeightReceiver:
         return StagedReceiver(self, host, self._clock)
 
-    @property
-    def weights_device(self) -> torch.device:
-        """The device of the model's tensors."""
-        return torch.device(self._device)
-
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
         """Raises WeightsRefused if these tensors do not fit the model, or, with `complete`, if any tensor is missing."""
         LiveTensors(self._model, self._places).check(specs, complete=complete)
@@ -682,7 +684,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         with self._manager.pause(), torch.inference_mode():
             self._model.set_attn_implementation(implementation or self._scoring)
             try:
-                ids_T = torch.tensor(input_ids, device=self._device)
+                ids_T = torch.tensor(input_ids, device=self.weights_device)
                 logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0].float()
                 logprobs_T = torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, ids_T[1:, None]).squeeze(1)
             except (RuntimeError, ValueError) as error:

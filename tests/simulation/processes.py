@@ -7,11 +7,10 @@ and a restart loads it. So the final weights of a run show which prompts they co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -233,9 +232,8 @@ class SimEngines(Engines):
             asleep=self._config.shares_devices,
         )
 
-    @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        yield "starting", self._config.worker.name, str
+    def told(self) -> tuple[str, str]:
+        return "starting", self._config.worker.name
 
 
 class NoJournal:

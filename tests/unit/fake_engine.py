@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncrl.config.engines import EngineTraits
@@ -17,9 +15,8 @@ TRAITS = EngineTraits(
 
 
 class FakeEngines(Engines):
-    @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        yield "starting the fake", self._config.model_path, engine.progress
+    def told(self) -> tuple[str, str]:
+        return "starting the fake", self._config.model_path
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         tail = LongTail(seed=1, prompt_tokens=3)

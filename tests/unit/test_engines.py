@@ -64,9 +64,8 @@ async def starting(engine: str, run_dir: Path) -> AsyncIterator[GenerationEngine
     journal = kind.journal()
     made = await asyncio.to_thread(kind.make, journal, None)
     try:
-        with kind.starting(made) as (what, on, progress):
-            assert all(isinstance(text, str) for text in (what, on, progress()))
-            await asyncio.wait_for(made.start(), LIMIT_S)
+        assert all(isinstance(text, str) for text in (*kind.told(), made.progress()))
+        await asyncio.wait_for(made.start(), LIMIT_S)
         yield made
     finally:
         await made.close()
