@@ -32,10 +32,6 @@ class Place:
     offset: int  # in elements
     is_whole: bool  # it is that tensor
 
-    @classmethod
-    def of_whole(cls, name: str, tensor: Tensor) -> Place:
-        return cls(name, tensor.shape, tensor.stride(), 0, is_whole=True)
-
     def within(self, tensor: Tensor) -> Tensor:
         """The part of the model's tensor; shares its memory."""
         if self.is_whole:

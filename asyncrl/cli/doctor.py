@@ -377,7 +377,8 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
     if found is None:
         value = f"not installed{where}"
     else:
-        value = f"{found.version}{where}{f', with {found.torch_versions}' if found.torch else ''}"
+        versions = f", with {found}" if found.torch else ""
+        value = f"{found.version}{where}{versions}"
     if not traits_of(engine).runs_sglang:
         return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
     other = f"use SGLang {TESTED_VERSION}, with which asyncrl is tested; the protocol of other versions may differ"

@@ -49,16 +49,10 @@ class TorchVersions:
 
 
 @dataclass(frozen=True)
-class SGLangEnvironment:
+class SGLangEnvironment(TorchVersions):
     """The packages of an interpreter's environment."""
 
-    version: str  # of SGLang
-    torch: str  # "": not installed
-    nccl: str = ""  # as TorchVersions.nccl
-
-    @property
-    def torch_versions(self) -> TorchVersions:
-        return TorchVersions(self.torch, self.nccl)
+    version: str = ""  # of SGLang
 
 
 def own_torch() -> TorchVersions:
@@ -92,7 +86,7 @@ def find_sglang(python: str) -> SGLangEnvironment | None:
             return None
         found = dict(zip(_PACKAGES, done.stdout.splitlines(), strict=False))
     version = found.get("sglang")
-    return SGLangEnvironment(version, found.get("torch", ""), _nccl_of(found)) if version else None
+    return SGLangEnvironment(found.get("torch", ""), _nccl_of(found), version) if version else None
 
 
 def _nccl_of(found: Mapping[str, str]) -> str:

@@ -788,11 +788,9 @@ class LiveTensors:
     model's. The generation thread must be paused.
     """
 
-    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place] | None = None) -> None:
-        """places: of the checkpoint's tensors in the model's; None: the checkpoint has the model's own tensors."""
+    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place]) -> None:
+        """places: of the checkpoint's tensors in the model's."""
         state, parameters = model.state_dict(), dict(model.named_parameters())
-        if places is None:
-            places = {name: Place.of_whole(name, tensor) for name, tensor in state.items()}
         self._live: dict[str, Tensor] = {name: place.within(state[place.name]) for name, place in places.items()}
         self._parameters = {
             name: parameters[place.name]

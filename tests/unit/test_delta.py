@@ -17,7 +17,6 @@ from asyncrl.cli.doctor import judge_deltas
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.transformers import LiveTensors
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.manager.worker import ManagerFiles
 from asyncrl.protocol.versions import WeightVersion
@@ -37,6 +36,7 @@ from asyncrl.weights.versions import (
     write_part,
 )
 from asyncrl.weights.whole import whole, write_whole
+from tests.support.live_tensors import live_tensors
 
 DELTA = DeltaForm()
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -346,7 +346,7 @@ def without_nans(tensor):
 
 def test_a_server_changes_what_it_serves_or_loads_the_chain(trainer):
     model, verified = Model(tied=False), VerifiedVersion()
-    live, names = LiveTensors(model), []
+    live, names = live_tensors(model), []
     copy = live._copy
     live._copy = lambda tensor_of, given: (names.append("".join(sorted(given))), copy(tensor_of, given))
 
@@ -372,7 +372,7 @@ def test_a_server_changes_what_it_serves_or_loads_the_chain(trainer):
 
 def test_changes_that_untie_tensors_are_refused(trainer):
     model = Model(tied=True)
-    live = LiveTensors(model)
+    live = live_tensors(model)
     for tensors in trainer.expected:
         tensors["b"] = tensors["a"] = tensors["a"].nan_to_num(7.0)
     base = trainer.write(0, replace=True)

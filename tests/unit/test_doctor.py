@@ -268,7 +268,7 @@ def test_gpus_that_an_allocation_needs(found, allocation, mode, state, said):
 
 
 def test_an_unused_sglang_is_reported_as_unused():
-    tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
+    tested = SGLangEnvironment("2.13.0+cpu", version="0.5.23")
     assert (
         doctor.judge_sglang("transformers", None).value
         == "not installed; not used by this config (engine transformers)"
@@ -278,14 +278,14 @@ def test_an_unused_sglang_is_reported_as_unused():
 
 
 def test_sglang_is_reported_with_its_interpreter():
-    tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
+    tested = SGLangEnvironment("2.13.0+cpu", version="0.5.23")
     missing = doctor.judge_sglang("sglang", None, "/venv/bin/python")
     assert (missing.state, missing.value) == ("fail", "not installed in /venv/bin/python")
     assert "launcher/setup_sglang.sh" in missing.remedy
     assert "generation.python" in missing.remedy
     found = doctor.judge_sglang("sglang", tested, "/venv/bin/python")
     assert (found.state, found.value) == ("ok", "0.5.23 in /venv/bin/python, with torch 2.13.0+cpu")
-    assert doctor.judge_sglang("sglang", SGLangEnvironment("0.4.9", "")).state == "warn"
+    assert doctor.judge_sglang("sglang", SGLangEnvironment("", version="0.4.9")).state == "warn"
 
 
 def test_etcd(tmp_path):

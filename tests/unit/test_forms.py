@@ -10,7 +10,6 @@ import torch
 from fake_form import KIND, MaskForm
 
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.transformers import LiveTensors
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights import forms
 from asyncrl.weights.form import WeightsError
@@ -27,6 +26,7 @@ from asyncrl.weights.versions import (
 )
 from asyncrl.weights.whole import whole
 from tests.support.decisions import PACKAGE, decisions
+from tests.support.live_tensors import live_tensors
 
 SHAPES = {"a": (8, 4), "b": (60,), "c": (3, 3)}
 Tensors = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ class Model(torch.nn.Module):
 
 
 def load(model: Model, trainer: Trainer, number: int, served: str = "") -> str:
-    return LiveTensors(model).load_version(trainer.path(number), WeightVersion(1, number), VerifiedVersion(), served)
+    return live_tensors(model).load_version(trainer.path(number), WeightVersion(1, number), VerifiedVersion(), served)
 
 
 @pytest.fixture(params=KINDS)

@@ -101,7 +101,7 @@ def test_the_config_passes_check_with_three_overrides(
 
 def test_the_unchanged_allocation_needs_eight_gpus(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's folder and the data exist, and SGLang is installed."""
-    monkeypatch.setattr(preflight_module, "find_sglang", lambda python: SGLangEnvironment(TESTED_VERSION, ""))
+    monkeypatch.setattr(preflight_module, "find_sglang", lambda python: SGLangEnvironment("", version=TESTED_VERSION))
     config = load_experiment(CONFIG, overrides(made)[:3])
     assert config.allocation == "sglang.d4p1m1+d4p1m1"
     num_prompts = preflight(config)

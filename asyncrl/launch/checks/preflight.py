@@ -411,11 +411,11 @@ def _check_engines(case: Case) -> Iterator[ConfigError]:
     where = python or f"this environment ({sys.executable})"
     if found is None:
         yield ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
-    elif _forms_nccl_groups(case) and not trainer.joins(found.torch_versions):
+    elif _forms_nccl_groups(case) and not trainer.joins(found):
         yield ConfigError(
-            f"weights.transport={config.weights.transport!r}: the trainer has {trainer}, {where} has {found.torch_versions}: "
+            f"weights.transport={config.weights.transport!r}: the trainer has {trainer}, {where} has {found}: "
             "different versions of NCCL cannot form a group, so every update would go through the disk. Install the same torch on "
-            f"both sides (`pip install torch=={found.torch_versions.torch.partition('+')[0]}` beside the trainer, or "
+            f"both sides (`pip install torch=={found.torch.partition('+')[0]}` beside the trainer, or "
             f"ASYNCRL_TORCH=... for launcher/setup.sh), or set weights.transport={FILES}"
         )
 
