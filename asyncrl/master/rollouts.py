@@ -61,44 +61,41 @@ class ManagerReports:
         """Report, and return the ledger. A manager that does not know this master gets a full report. stop: no further tickets are
         needed."""
         async with self._reporting:  # concurrent reports would send or remove the same consumed tickets twice
-            return await self._report(revoke, wait_s, after_revision, stop)
-
-    async def _report(self, revoke: Sequence[str], wait_s: float, after_revision: int, stop: bool) -> LedgerView:
-        progress = self._books.progress
-        while True:  # at most two turns, unless managers keep restarting; each turn is bounded
-            consumed, full = list(self._consumed), self._full_report_due
-            view = await self._manager.post(
-                "/report",
-                MasterReport(
-                    attempt=self._books.attempt,
-                    trained_version=self._books.version.version,
-                    consumed=consumed,
-                    stored=self._buffer.stored_tickets,
-                    revoke=list(revoke),
-                    rejected_seen=self._num_rejections_seen,
-                    full=full,
-                    done=progress.beyond_cursor if full else [],
-                    done_cursor=progress.cursor,
-                    num_prompts=progress.num_prompts,
-                    num_epochs=progress.num_epochs,
-                    after_revision=after_revision,
+            progress = self._books.progress
+            while True:  # at most two turns, unless managers keep restarting; each turn is bounded
+                consumed, full = list(self._consumed), self._full_report_due
+                view = await self._manager.post(
+                    "/report",
+                    MasterReport(
+                        attempt=self._books.attempt,
+                        trained_version=self._books.version.version,
+                        consumed=consumed,
+                        stored=self._buffer.stored_tickets,
+                        revoke=list(revoke),
+                        rejected_seen=self._num_rejections_seen,
+                        full=full,
+                        done=progress.beyond_cursor if full else [],
+                        done_cursor=progress.cursor,
+                        num_prompts=progress.num_prompts,
+                        num_epochs=progress.num_epochs,
+                        after_revision=after_revision,
+                        wait_s=wait_s,
+                        stop=stop,
+                        turn=self.turn,
+                    ),
+                    LedgerView,
+                    limit_s=CALL_LIMIT_S,
                     wait_s=wait_s,
-                    stop=stop,
-                    turn=self.turn,
-                ),
-                LedgerView,
-                limit_s=CALL_LIMIT_S,
-                wait_s=wait_s,
-            )
-            self._full_report_due = not view.known
-            if view.known:
-                break
-            self._num_rejections_seen = 0  # a new manager counts rejections from the start
-        del self._consumed[: len(consumed)]
-        self._num_rejections_seen += len(view.rejected)
-        self._books.reject(view.rejected, self._buffer.holds)
-        self.servers = view.servers
-        return view
+                )
+                self._full_report_due = not view.known
+                if view.known:
+                    break
+                self._num_rejections_seen = 0  # a new manager counts rejections from the start
+            del self._consumed[: len(consumed)]
+            self._num_rejections_seen += len(view.rejected)
+            self._books.reject(view.rejected, self._buffer.holds)
+            self.servers = view.servers
+            return view
 
 
 async def accept_trajectories(
@@ -131,7 +128,29 @@ async def accept_trajectories(
         ack(verdict)
 
 
-class Rollouts:
+class BatchSource:
+    """The source of the trainer's batches."""
+
+    seconds: Mapping[str, float] = {}  # of the MFCs that produced the last batch, by name
+    trained_s = 0.0  # of the last form_batch: seconds in which parts of the batch were trained (train.streaming)
+
+    @property
+    def servers(self) -> Sequence[ServerView]:
+        """The generation servers in the manager's last view."""
+        return ()
+
+    async def form_batch(self) -> Sequence[str]:
+        """Return the tickets of the next batch, in canonical order; empty if no batch follows or the launcher stops the run."""
+        raise NotImplementedError
+
+    async def trained(self, tickets: Sequence[str]) -> None:
+        """These tickets have been trained."""
+
+    async def end(self) -> None:
+        """No further batch is needed."""
+
+
+class Rollouts(BatchSource):
     """The batch source of a run with rollout workers, or with a replayer in their place.
 
     consumes: the buffer, views of the ledger.  produces: batches.
@@ -139,8 +158,6 @@ class Rollouts:
     train.data_timeout_s without a newly stored or done prompt.
     unblocked by: a change of the manager's ledger (a bounded long poll), which every finished rollout causes; the end of the run.
     """
-
-    seconds: Mapping[str, float] = {}  # by MFC that produced the batch: empty, because rollout workers do
 
     def __init__(
         self,
@@ -159,7 +176,6 @@ class Rollouts:
         self._replace_damaged, self._leaving = replace_damaged, leaving
         self._board, self._clock = services.board, services.clock
         self._train, self._limit_s = config.train, config.train.data_timeout_s
-        self.trained_s = 0.0  # of the last form_batch: seconds in which parts of the batch were trained
         self._former = BatchFormer(
             batch_size=config.train.batch_size,
             max_head_offpolicyness=config.max_head_offpolicyness,

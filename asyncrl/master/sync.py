@@ -19,22 +19,20 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.rollouts import BatchSource
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
-from asyncrl.protocol.manager import EvaluationResult, ServerView
+from asyncrl.protocol.manager import EvaluationResult
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 
 
-class Generation:
+class Generation(BatchSource):
     """The batch source and the evaluator of mode=sync.
 
     consumes: prompts, by their positions in the epoch's order.  produces: batches, results of evaluations.
     waits for: the replies of the model workers.  unblocked by: the model workers.
     """
-
-    servers: Sequence[ServerView] = ()
-    trained_s = 0.0  # nothing is trained while a batch is generated
 
     def __init__(
         self,
@@ -55,16 +53,11 @@ class Generation:
         # Number of prompts issued, over all epochs. After a step they are all done, as are those before a checkpoint's cursor.
         cursor = books.progress.cursor
         self._next = cursor.epoch * books.progress.num_prompts + cursor.position
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        return {self._mfc.name: self._seconds}
 
     async def form_batch(self) -> Sequence[str]:
         """Generate the groups of the next prompts. Prompts without a group are rejected, and further prompts replace them. A
         batch is smaller than batch_size only at the end of the run, or when the launcher stops the run."""
-        self._seconds = 0.0
+        self.seconds = {self._mfc.name: 0.0}
         self._board.set_queue("stored", len(self._buffer))
         batch_size, num_total = self._config.train.batch_size, self._books.progress.num_total
         while missing := min(batch_size - len(self._buffer), num_total - self._next):
@@ -72,12 +65,6 @@ class Generation:
                 break
             await self._make_groups(missing)
         return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
-
-    async def trained(self, tickets: Sequence[str]) -> None:
-        """No-op: the master itself issues the prompts, so no other process needs to know."""
-
-    async def end(self) -> None:
-        """No-op: no other process needs to know."""
 
     def begin(self, eval_id: str, step: int) -> Results:
         """Begin an evaluation: send its calls now, so that workers execute them before those of the next step, with the current
@@ -110,7 +97,8 @@ class Generation:
                     )
                 self._workers.tracker.add(self._makers.heads[meta.head], [meta.ticket_id], meta.keys)
                 self._books.store(meta)
-        self._seconds += max(reply.seconds for reply in replies)
+        name = self._mfc.name
+        self.seconds = {name: self.seconds[name] + max(reply.seconds for reply in replies)}
         self._board.set_queue("stored", len(self._buffer))
         self._board.progress()
         self._books.reject([rejected for reply in replies for rejected in reply.rejected], self._buffer.holds)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
@@ -20,39 +19,13 @@ from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import Publisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step_metrics, throughput_metrics
-from asyncrl.master.rollouts import unless
+from asyncrl.master.rollouts import BatchSource, unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import MasterState
-
-
-class BatchSource(Protocol):
-    """The source of the trainer's batches."""
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of the MFCs that produced the last batch, by name."""
-
-    @property
-    def trained_s(self) -> float:
-        """Seconds of the last `form_batch` in which parts of the batch were trained (train.streaming)."""
-
-    @property
-    def servers(self) -> Sequence[ServerView]:
-        """The generation servers in the manager's last view."""
-
-    async def form_batch(self) -> Sequence[str]:
-        """Return the tickets of the next batch, in canonical order; empty if no batch follows or the launcher stops the run."""
-
-    async def trained(self, tickets: Sequence[str]) -> None:
-        """These tickets have been trained."""
-
-    async def end(self) -> None:
-        """No further batch is needed."""
 
 
 class Trainer:

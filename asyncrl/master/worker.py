@@ -28,9 +28,9 @@ from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers, placements_of
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import Publisher, WeightPublisher
-from asyncrl.master.rollouts import ManagerReports, Rollouts, accept_trajectories
+from asyncrl.master.rollouts import BatchSource, ManagerReports, Rollouts, accept_trajectories
 from asyncrl.master.sync import Generation
-from asyncrl.master.trainer import BatchSource, Trainer
+from asyncrl.master.trainer import Trainer
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.system import System

@@ -140,7 +140,7 @@ class Calls:
         elif isinstance(body, CommitWeights):
             await exporter.commit(call, body, self._engine(body.role), self._models[body.role])
         elif isinstance(body, ShareWeights):
-            await exporter.share(call, body, self._engine(body.model))
+            await exporter.write_checkpoint(call, body, {SHARED: self._engine(body.model)})
         elif isinstance(body, SaveCheckpoint):
             await exporter.write_checkpoint(call, body, self._checkpointed)
         elif isinstance(body, CommitCheckpoint):

@@ -282,11 +282,8 @@ class Exporter:
         of_tokenizer = side_files(Path(config.tokenizer_path or config.model_path)) if self._sides else {}
         self._tokenizer = {name: of_tokenizer[name] for name in of_tokenizer.keys() - {CONFIG, GENERATION_CONFIG}}
         self._committed: Manifest | None = None  # of the last version, on the first rank
-        self._held_version = ""  # version of which all ranks hold their shares
-        self._weights, self._checkpoints = (
-            _Lane(f"{config.worker.name}-writer"),
-            _Lane(f"{config.worker.name}-checkpoint-writer"),
-        )
+        self._weights = _Lane(f"{config.worker.name}-writer")
+        self._checkpoints = _Lane(f"{config.worker.name}-checkpoint-writer")
 
     def close(self) -> None:
         self._weights.close()
@@ -296,7 +293,7 @@ class Exporter:
 
     async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
         """Take this rank's share for a broadcast. A later WriteWeights of this version writes this share."""
-        await self._end_of_writing(self._weights)
+        await self._free(self._weights)
 
         def snapshot() -> HeldShare:
             buckets, specs = take_buckets(engine, self._config.weights.bucket_bytes)
@@ -305,16 +302,15 @@ class Exporter:
             return HeldShare(version, buckets, self._measure(engine), others)
 
         held = await self._snapshot(snapshot, body.role)
-        self._held_version, self._measured = body.weight_version, held.scored_text
+        self._measured = held.scored_text
         self._holder.hold(held)
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Take a snapshot in the order of calls and write it while later calls run. Reply with the files once they are on disk."""
-        path = self._path(body.folder)
-        await self._end_of_writing(self._weights)
-        if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
-            held = self._holder.held
-            tensors = dict(held.tensors()) if held is not None else {}
+        path = await self._turn(self._weights, body.folder)
+        held = self._holder.held
+        if isinstance(body, WriteWeights) and held is not None and body.weight_version == str(held.version):
+            tensors = dict(held.tensors())
         else:
 
             def snapshot() -> dict[str, torch.Tensor]:
@@ -328,45 +324,29 @@ class Exporter:
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
         """Write the manifest (or the config) and give the folder its final name. The files of all ranks are already on disk."""
-        path = self._path(body.folder)
-        await self._end_of_writing(self._weights)
+        path = await self._turn(self._weights, body.folder)
         commit = partial(self._commit, path, body, engine, model, self._measured)
         self._begin(self._weights, call, "commit weights", path, commit)
 
-    async def write_checkpoint(self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine]) -> None:
-        """Like `write`, for a training checkpoint."""
-        path = self._path(body.folder)
-        await self._end_of_writing(self._checkpoints)
-        part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
+    async def write_checkpoint(
+        self, call: Call, body: SaveCheckpoint | ShareWeights, engines: Mapping[str, TrainEngine]
+    ) -> None:
+        """Like `write`, for a training checkpoint; or with parameters only, for a model of another worker group."""
+        path = await self._turn(self._checkpoints, body.folder)
+        is_whole = isinstance(body, SaveCheckpoint)
+        what = "a checkpoint" if isinstance(body, SaveCheckpoint) else body.model
+        part = await self._snapshot(partial(checkpoint.snapshot, engines, moments=is_whole), what)
         options = self._config.weights
         write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "write checkpoint", path, write)
-
-    async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
-        """Like write_checkpoint, but with the parameters of one model only, for a model of another worker group."""
-        path = self._path(body.folder)
-        await self._end_of_writing(self._checkpoints)
-        part = await self._snapshot(partial(checkpoint.snapshot, {SHARED: engine}, moments=False), body.model)
-        options = self._config.weights
-        write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "share weights", path, write)
+        self._begin(self._checkpoints, call, "write checkpoint" if is_whole else "share weights", path, write)
 
     async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
-        path = self._path(body.folder)
-        await self._end_of_writing(self._checkpoints)
-
-        def commit() -> list[WrittenFile]:
-            fsync = self._config.weights.fsync
-            checkpoint.commit(path, body.files, master=body.master, fsync=fsync)
-            return []
-
+        path = await self._turn(self._checkpoints, body.folder)
+        fsync = self._config.weights.fsync
+        commit = partial(checkpoint.commit, path, body.files, master=body.master, fsync=fsync)
         self._begin(self._checkpoints, call, "commit checkpoint", path, commit)
 
     # ------------------------------------------------------------------------------------------------------------- inside
-
-    def _path(self, folder: str) -> Path:
-        """Raises OutsideRunError."""
-        return path_of(self._info.run_dir, folder)
 
     def _measure(self, engine: TrainEngine) -> ScoredText | None:
         return self._scorer.measure(engine) if self._scorer is not None else None
@@ -375,7 +355,13 @@ class Exporter:
         with self._trace.overlapping("snapshot", kind="weights", role=role):
             return await self._compute(take, f"snapshot of {role}")
 
-    async def _end_of_writing(self, lane: _Lane) -> None:
+    async def _turn(self, lane: _Lane, folder: str) -> Path:
+        """Wait until the lane is free. Returns the path of the folder. Raises OutsideRunError."""
+        path = path_of(self._info.run_dir, folder)
+        await self._free(lane)
+        return path
+
+    async def _free(self, lane: _Lane) -> None:
         if lane.writing is not None:
             limit_s = self._config.train.call_timeout_s
             await self._board.bounded(lane.writing, what="the previous write", on=self._info.name, limit_s=limit_s)
@@ -386,22 +372,22 @@ class Exporter:
         call: Call,
         what: str,
         path: Path,
-        function: Callable[[], list[WrittenFile]],
+        function: Callable[[], list[WrittenFile] | None],
     ) -> None:
-        def on_disk() -> list[WrittenFile]:
+        def on_disk() -> list[WrittenFile] | None:
             with writing(path):
                 return function()
 
         lane.writing = self._tasks.spawn(self._write_and_reply(lane, call, what, on_disk), what)
 
     async def _write_and_reply(
-        self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]]
+        self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile] | None]
     ) -> None:
         start = self._clock.monotonic()
         async with call.answering_errors():
             with self._trace.overlapping(what, kind="weights"):
                 files = await asyncio.get_running_loop().run_in_executor(lane.pool, function)
-        call.reply(CallResult(files=files, seconds=self._clock.monotonic() - start))
+        call.reply(CallResult(files=files or [], seconds=self._clock.monotonic() - start))
 
     def _base_of(
         self, body: WriteWeights | SaveModel, share: dict[str, torch.Tensor]
@@ -432,7 +418,7 @@ class Exporter:
 
     def _commit(
         self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, scored_text: ScoredText | None
-    ) -> list[WrittenFile]:
+    ) -> None:
         fsync, sides = self._config.weights.fsync, self._sides[model.name]
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
@@ -455,4 +441,3 @@ class Exporter:
                 sides={**self._tokenizer, **{name: sides[name] for name in (GENERATION_CONFIG,) if name in sides}},
                 fsync=fsync,
             )
-        return []
