@@ -99,7 +99,7 @@ def architecture_errors(path: str | Path, *, alone: bool = True) -> Iterator[Non
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).rstrip(".") if isinstance(error, ValueError) else repr(error)
-        told = f"{text} ({Path(place.filename).name}:{place.lineno})"
+        message = f"{text} ({Path(place.filename).name}:{place.lineno})"
         raise ConfigError(
-            f"model_path={str(path)!r}: asyncrl cannot train this architecture: {told}. Use another model"
+            f"model_path={str(path)!r}: asyncrl cannot train this architecture: {message}. Use another model"
         ) from error

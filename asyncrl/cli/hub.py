@@ -127,7 +127,7 @@ def _why_not(error: Exception, repo: str, field: str) -> str:
 
     endpoint = redact_urls(constants.ENDPOINT)
     folder = f"or use a folder: {field}=/path/to/model"
-    told = _first_line(error)
+    message = _first_line(error)
     unreached = _first_line(error.__cause__ or error)
     texts = {  # the first class that fits counts
         errors.GatedRepoError: f"its licence must be accepted on the Hub first: {endpoint}/{repo}; then `hf auth login`, {folder}",
@@ -141,7 +141,7 @@ def _why_not(error: Exception, repo: str, field: str) -> str:
             f"the Hub cannot be reached: {unreached}; check network and proxy (https_proxy, HF_ENDPOINT for a mirror), {folder}"
         ),
         ConfigError: f"the Hub's files are not a model with safetensors: {error}; choose another model, {folder}",
-        Exception: f"the download failed: {told}; run the command again to continue it, {folder}",
+        Exception: f"the download failed: {message}; run the command again to continue it, {folder}",
     }
     return next(text for kind, text in texts.items() if isinstance(error, kind))
 

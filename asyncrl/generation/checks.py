@@ -513,10 +513,10 @@ class VerifiedLoads:
                 if scores is None:
                     scores = scored[0][: len(ids)]
                 largest = self._check.check(version, scored_text, fingerprint, scores)
-                told = [logprob for found in decoded for logprob in found.logprobs]
+                message = [logprob for found in decoded for logprob in found.logprobs]
                 own = [logprob for text, row in zip(prompts, scored, strict=False) for logprob in row[len(text) :]]
                 try:
-                    return max(largest, self._check.check_decoded(version, told, own)), len(told)
+                    return max(largest, self._check.check_decoded(version, message, own)), len(message)
                 except LogprobMismatch:
                     if not tries_left:
                         raise

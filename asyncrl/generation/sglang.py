@@ -320,7 +320,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
         """Mark the engine as failed permanently, and fail all requests. Returns the error, for a caller that has to raise it."""
         error = EngineFailed(why)
         if self._failure is None and not self._closing:
-            self._failure = EngineFailed(f"{why}; {self._server.told()}")
+            self._failure = EngineFailed(f"{why}; {self._server.log_text()}")
             logger.error("%s", self._failure)
             self._fail_all(error)
             self._version = None
@@ -369,7 +369,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
                     self._take(pending, piece)
                     if piece.meta_info.finish_reason is not None:
                         pending.label(piece, version, self._version)
-                        finish = piece.meta_info.finish_reason.told()
+                        finish = piece.meta_info.finish_reason.as_ours()
             if finish is None:
                 raise SGLangError("a response ended without a finish reason")
         except SGLangError as error:

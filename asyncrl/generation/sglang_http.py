@@ -41,7 +41,7 @@ class Finish(Struct, frozen=True):
     message: str | None = None
     status_code: int | None = None
 
-    def told(self) -> FinishReason:
+    def as_ours(self) -> FinishReason:
         """The finish reason in our servers' format."""
         matched = self.matched if isinstance(self.matched, int) else None
         return FinishReason(type=self.type, matched=matched, length=self.length, message=self.message)
@@ -279,9 +279,9 @@ def _piece(data: bytes) -> Piece:
     except DECODE_ERRORS as error:
         raise SGLangError(f"/generate sent an answer that cannot be decoded ({error}): {data[:200]!r}") from error
     if piece.error is not None:
-        told = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
-        code = told.get("code", 500)
-        raise SGLangError(str(told.get("message", told)), code if isinstance(code, int) else 500)
+        text = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
+        code = text.get("code", 500)
+        raise SGLangError(str(text.get("message", text)), code if isinstance(code, int) else 500)
     finish = piece.meta_info.finish_reason
     if finish is not None and finish.type == "abort" and finish.status_code is not None:
         raise SGLangError(finish.message or "aborted", finish.status_code)

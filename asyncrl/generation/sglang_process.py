@@ -106,7 +106,7 @@ class ServerLink(ABC):
         return None
 
     @abstractmethod
-    def told(self) -> str:
+    def log_text(self) -> str:
         """Where its log is, and the log's last lines if this process can read it; for an error message."""
 
     async def wait_ended(self, limit_s: float) -> None:
@@ -390,7 +390,7 @@ class SGLangProcess(ServerLink):
         else:
             await self._running.wait_ended(limit_s)
 
-    def told(self) -> str:
+    def log_text(self) -> str:
         """The path and the last lines of its log, for an error message."""
         return f"its log, {self._log}, ends with\n{tail_of(self._log, line_chars=_LINE_CHARS)}"
 
@@ -616,5 +616,5 @@ class AttachedServer(ServerLink):
                 )
             await asyncio.sleep(_POLL_S)
 
-    def told(self) -> str:
+    def log_text(self) -> str:
         return f"this run does not own the SGLang server at {self.url}: see its log on that host"

@@ -72,9 +72,9 @@ class GenerationServer(Worker):
         await directory.publish(self.names.generation_server(self.info.index), url)
         self.logger.info("serving at %s, without weights yet", url)
         self.began()
-        await self._keep_house(engine, journal)
+        await self._report_and_expire(engine, journal)
 
-    async def _keep_house(self, engine: GenerationEngine[Any], journal: TokenJournal) -> None:
+    async def _report_and_expire(self, engine: GenerationEngine[Any], journal: TokenJournal) -> None:
         """Once a second: update status and journal, and end requests that have waited too long.
 
         Consumes nothing; produces status and journal. Waits for the clock only. Raises RuntimeError when the engine has died.
@@ -89,8 +89,10 @@ class GenerationServer(Worker):
                 why = (str(failure) or repr(failure)).splitlines()[0]
                 raise RuntimeError(f"the engine has died: {why}") from failure
             if expired := engine.expire_waiting():
-                told = "%d requests waited too long and were answered: 503, or the tokens so far of a retracted request"
-                self.logger.warning(told, expired)
+                message = (
+                    "%d requests waited too long and were answered: 503, or the tokens so far of a retracted request"
+                )
+                self.logger.warning(message, expired)
             await asyncio.to_thread(journal.flush)
             await asyncio.sleep(FLUSH_INTERVAL_S)
 

@@ -76,7 +76,7 @@ def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:
             config.allocation,
             "a phase begins from the checkpoint of the phase before it: set checkpoint.every_s",
         )
-    told: list[Problem] = []
+    message: list[Problem] = []
     for phase in of_run:
-        told += [problem for problem in problems_of_layout(phase) if problem not in told]
-    yield from told
+        message += [problem for problem in problems_of_layout(phase) if problem not in message]
+    yield from message

@@ -139,7 +139,7 @@ class StopRequest:
                 self._view.notice(f"stopped from {event.value}")
             self.on_signal(signal.SIGTERM, None)
 
-    def give_way(self, lock: RunLock) -> None:
+    def end_if_challenged(self, lock: RunLock) -> None:
         """If another launcher challenges the lock, stop at once: the batch system has lost contact with this host and has started
         the run elsewhere."""
         if lock.is_challenged() and not self.impatient:
@@ -538,7 +538,7 @@ class Launch:
         self._standstill.turn(statuses, self._attempt)
         if (now := self._clock.monotonic()) >= self._next_publish:
             self._next_publish = now + _PUBLISH_STATUS_S
-            self._stop.give_way(self._lock)
+            self._stop.end_if_challenged(self._lock)
             if lost := self._lock.lost():
                 raise LaunchError(lost)
             self._service.publish(shown | coming)
@@ -615,7 +615,7 @@ class Launch:
         elif isinstance(decision, BeginAttempt):
             self._begin_attempt(decision)
         else:
-            raise LaunchError(self._told(decision))
+            raise LaunchError(self._failure_report(decision))
 
     def _begin_attempt(self, decision: BeginAttempt) -> None:
         checkpoint = self._search.result() if self._search is not None else None
@@ -653,7 +653,7 @@ class Launch:
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
-    def _told(self, end: EndRun) -> str:
+    def _failure_report(self, end: EndRun) -> str:
         """Return the report of a failed run: the first cause, the restarts that were tried, and the remedy."""
         text = end.cause
         if end.tried:
@@ -677,7 +677,7 @@ class Launch:
             f"{text}, and a process that starts would read them as they are now:{files}\n\nPut them back as they were. `resume` "
             "names those that still differ"
         )
-        raise LaunchError(self._told(EndRun(cause, ())))
+        raise LaunchError(self._failure_report(EndRun(cause, ())))
 
     def _completes(self, why: str) -> bool:
         """Before the run ends, let the master write a checkpoint, if the run writes checkpoints and can write one now. Returns

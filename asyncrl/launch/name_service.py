@@ -143,7 +143,7 @@ class NameService:
 
         def on_desired_kept(event: WatchEvent) -> None:
             if event.kind == "put":
-                self.resolver.look_after(event.key, event.value)
+                self.resolver.adopt(event.key, event.value)
             on_desired(event)
 
         self._watch(self._names.desired_generation_servers(), on_desired_kept)

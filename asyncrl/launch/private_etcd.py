@@ -56,7 +56,7 @@ class PrivateEtcd:
         self._restarts: deque[float] = deque()  # times of the restarts within the window
         self._failure: LaunchError | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
+        self._thread = threading.Thread(target=self._monitor, name="private etcd", daemon=True)
         self._thread.start()
 
     def turn(self) -> None:
@@ -69,7 +69,7 @@ class PrivateEtcd:
         self._thread.join(_START_LIMIT_S)
         self._server.stop(limit_s)
 
-    def _look_after(self) -> None:
+    def _monitor(self) -> None:
         in_vain = 0
         while not self._closed.is_set():
             try:

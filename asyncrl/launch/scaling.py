@@ -125,9 +125,9 @@ class Scaling:
         servers = {child.name: child for child in children if child.spec.kind == KIND}
         self._joined -= {child.name for child in servers.values() if child.was_running}
         gone = self._give_up(servers.values())
-        gone += self._see_off([child for child in servers.values() if child not in gone], now)
+        gone += self._advance_leaving([child for child in servers.values() if child not in gone], now)
         held = (servers.keys() - {child.name for child in gone}) | self._given_up | set(elsewhere)
-        self._bring(held, now)
+        self._start_missing(held, now)
         return gone
 
     def shown(self, child: Child, status: WorkerStatus) -> WorkerStatus:
@@ -173,7 +173,7 @@ class Scaling:
                 child.kill()  # it reported a failure and did not exit in time
         return ended
 
-    def _see_off(self, servers: Sequence[Child], now: float) -> list[Child]:
+    def _advance_leaving(self, servers: Sequence[Child], now: float) -> list[Child]:
         """Advance the leaving servers. Returns those that have left."""
         for child in servers:
             if child.spec.config.worker.index >= self.desired:
@@ -209,7 +209,7 @@ class Scaling:
             return True
         return drained
 
-    def _bring(self, held: Collection[str], now: float) -> None:
+    def _start_missing(self, held: Collection[str], now: float) -> None:
         for index in range(self.desired):
             name = f"{KIND}/{index}"
             if name not in held and name not in self._coming:

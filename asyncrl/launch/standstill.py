@@ -77,16 +77,16 @@ class StandstillReport:
             for name, (pid, _) in counts.items()
             if pid and name not in elsewhere and still_s[name] > _LOOK_EVERY_S and is_stopped(pid)
         }
-        told = self._watchdog.turn(now, statuses, still_s, stopped)
-        if told is None:
+        message = self._watchdog.turn(now, statuses, still_s, stopped)
+        if message is None:
             return
         self._notice(
-            f"{told}\nStacks of all processes are in their logs; `asyncrl-launch status --stacks` shows newer ones"
+            f"{message}\nStacks of all processes are in their logs; `asyncrl-launch status --stacks` shows newer ones"
         )
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=write_stacks,
-                args=(self._run_dir, told.partition("\n")[0], self._clock),
+                args=(self._run_dir, message.partition("\n")[0], self._clock),
                 name="stacks for the logs",
                 daemon=True,
             )

@@ -60,7 +60,7 @@ _FETCH_SLACK_S = 1.0  # additional time that a fetch may take, compared with the
 _MAX_MISMATCHES = 3
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of the checksum thread, so that answers come first on a busy machine. Linux has niceness per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Fleet:
         # Not servers that sleep, that get most versions from memory, or that must fetch: how long that may take is known only after
         # the manager has read the manifest
         self._verify_at_servers = not (files_url or shares_devices or transport_of(transport).from_memory)
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_lower_priority)
         self._published = Fence[WeightVersion | None](None)
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()

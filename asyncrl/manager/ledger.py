@@ -371,7 +371,7 @@ class Ledger:
                 if live.num_missed >= 2:
                     self._lose(live, "not_listed")
         if self._grace_until is not None:
-            self._hear(request.worker)
+            self._note_contact(request.worker)
         moved = self._moved_of(request.worker)
         dead = self.servers.dead_urls()
         return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._interval_s)
@@ -546,9 +546,9 @@ class Ledger:
         for request, result in early_results.values():
             self._finish_adopted(request, result, now)
         for worker in early_held:
-            self._hear(worker)
+            self._note_contact(worker)
 
-    def _hear(self, worker: str) -> None:
+    def _note_contact(self, worker: str) -> None:
         self._heard.add(worker)
         if self._num_workers and len(self._heard) >= self._num_workers:
             self._end_grace()

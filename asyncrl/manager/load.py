@@ -1,7 +1,7 @@
 """Polls generation servers for their load: for routing by tokens, and to detect that a leaving server is idle.
 
 consumes: the servers' answers to /v1/loads (SGLang's route, which every engine's server has).
-produces: `load_told` in the ServerTable; `on_told` after each answer of a leaving server.
+produces: `load_reported` in the ServerTable; `on_told` after each answer of a leaving server.
 waits for: each server independently, within a limit. unblocked by: the server's answer.
 
 A failed poll does not change a server's health. Health probes do that (fleet.py).
@@ -101,6 +101,6 @@ class LoadPoller:
         self._said.discard(server.name)
         used = sum(load.num_total_tokens for load in loads)
         requests = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
-        self._table.load_told(server.name, used, requests, promised)
+        self._table.load_reported(server.name, used, requests, promised)
         if server.state is ServerState.DRAINING:
             self._on_told()

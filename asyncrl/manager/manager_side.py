@@ -71,8 +71,8 @@ class ServerCalls:
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status not in (200, also_ok):
-                told = answer[:500].decode(errors="replace")
-                raise UpdateError(f"{url} answered {response.status}: {told}", class_of_status(response.status))
+                message = answer[:500].decode(errors="replace")
+                raise UpdateError(f"{url} answered {response.status}: {message}", class_of_status(response.status))
             return answer
 
 

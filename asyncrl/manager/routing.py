@@ -221,7 +221,7 @@ class ServerTable:
             self._told_dead += [server.url for server in alive if server.failed_load]
         return self._told_dead
 
-    def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
+    def load_reported(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
         """The server reported its load. promised_before: promised_tokens when the report was requested. The report includes those
         groups, so their expected tokens are subtracted."""
         server = self.servers[name]
@@ -516,7 +516,7 @@ class Members:
             if server.leaving and self._told.get(name) != request and self.table.has_drained(name)
         ]
 
-    def told(self, name: str, request: str) -> None:
+    def drain_reported(self, name: str, request: str) -> None:
         """The launcher has been told that this server has drained."""
         self._told[name] = request
 

@@ -339,7 +339,7 @@ class Management:
                 except WaitTimeoutError as error:  # the launcher's wait is bounded too
                     self._logger.warning("%s", error)
                     continue
-                self.members.told(name, request)
+                self.members.drain_reported(name, request)
                 self._logger.info("%s has drained: it has no groups and no requests", name)
 
     async def _watch_versions(self) -> None:

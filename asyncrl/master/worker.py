@@ -66,9 +66,9 @@ class MasterWorker(Worker):
         tracker = StorageTracker(WorkerGroups.of_config(config.worker_groups, config.num_model_workers))
         if not mode.workers_generate:
             await self._open_intake(directory, opened, books, buffer, tracker)
-        caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)
+        caller, workers = await self._connect_workers(directory, opened, books, buffer, tracker)
         leaving = asyncio.Event()
-        source, publisher, evaluations, turns = await self._meet_manager(
+        source, publisher, evaluations, turns = await self._connect_manager(
             directory, opened, books, buffer, workers, leaving
         )
         checkpointer = Checkpointer(config, books, caller, files, self.services)
@@ -90,7 +90,7 @@ class MasterWorker(Worker):
         )
         if mode.trains:
             self.tasks.spawn(profiles.watch(), "watch for profile requests")
-        self.tasks.spawn(self._hear_of_the_end(directory, leaving), "watch for the stop request")
+        self.tasks.spawn(self._watch_stop_request(directory, leaving), "watch for the stop request")
         await directory.publish(self.names.experiment_status(), "RUNNING")
         self.began()
         await trainer.begin(state)
@@ -141,7 +141,7 @@ class MasterWorker(Worker):
         )
         self.tasks.spawn(accepting, "accept trajectories")
 
-    async def _meet_workers(
+    async def _connect_workers(
         self,
         directory: Directory,
         opened: AsyncExitStack,
@@ -175,7 +175,7 @@ class MasterWorker(Worker):
         caller = WorkerCaller(client, self.board, config.train.call_timeout_s)
         return caller, ModelWorkers(config, client, caller, buffer, tracker, logger=self.logger)
 
-    async def _meet_manager(
+    async def _connect_manager(
         self,
         directory: Directory,
         opened: AsyncExitStack,
@@ -237,7 +237,7 @@ class MasterWorker(Worker):
         )
         return rollouts, publisher, evaluations, turns
 
-    async def _hear_of_the_end(self, directory: Directory, leaving: asyncio.Event) -> None:
+    async def _watch_stop_request(self, directory: Directory, leaving: asyncio.Event) -> None:
         """Set `leaving` when the launcher requests that this attempt writes its last checkpoint and exits."""
         async for event in directory.watch(self.names.last_checkpoint()):
             if event.kind == "put" and event.value == str(self.info.attempt):

@@ -121,11 +121,11 @@ class DataManager:
     def _keep(self, work: dist.Work | None, part: Tensor, what: str) -> None:
         assert work is not None, "isend returns None only outside the process group"
         if self._thread is None:
-            self._thread = threading.Thread(target=self._see_off, name="sends", daemon=True)
+            self._thread = threading.Thread(target=self._wait_until_sent, name="sends", daemon=True)
             self._thread.start()
         self._posted.put((work, part, what))
 
-    def _see_off(self) -> None:
+    def _wait_until_sent(self) -> None:
         """On a thread of its own: keep each tensor alive until it has been sent."""
         while (posted := self._posted.get()) is not None:
             work, _, what = posted

@@ -59,8 +59,8 @@ def read_request(body: bytes) -> HeldDataRequest:
     """Decode a request. Raises one of DECODE_ERRORS, or ValueError for a request without ids or keys, or with too many."""
     wanted = _decode_request(body)
     if not 1 <= len(wanted.ids) <= _MAX_IDS or not 1 <= len(wanted.keys) <= _MAX_KEYS:
-        told = f"{len(wanted.ids)} ids and {len(wanted.keys)} keys"
-        raise ValueError(f"{told} requested; 1 to {_MAX_IDS} ids and 1 to {_MAX_KEYS} keys are allowed")
+        message = f"{len(wanted.ids)} ids and {len(wanted.keys)} keys"
+        raise ValueError(f"{message} requested; 1 to {_MAX_IDS} ids and 1 to {_MAX_KEYS} keys are allowed")
     return wanted
 
 
@@ -194,8 +194,8 @@ class DataFetcher:
             if class_of_status(response.status) is not ErrorClass.PERMANENT:
                 response.raise_for_status()  # the caller asks again
             if response.status != 200:
-                told = (await response.content.read(500)).decode(errors="replace").strip()
-                raise FetchError(f"model_worker/{part.source} answered {response.status}: {told}")
+                message = (await response.content.read(500)).decode(errors="replace").strip()
+                raise FetchError(f"model_worker/{part.source} answered {response.status}: {message}")
             body = bytearray()
             async for some in response.content.iter_chunked(_READ_BYTES):
                 body += some

@@ -98,7 +98,7 @@ class ModelWorker(Worker):
             await directory.wait_for_key(self.names.devices_free(info.attempt), "devices free")
         device = torch.device("cpu") if config.on_cpu else choose_device(index, tf32=bool(config.train.tf32))
         process_group = ProcessGroup(info, WorkerGroups.of_config(config.worker_groups, info.count), limit_s=limit_s)
-        meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}
+        meshes = await self._join_group(process_group, directory, compute, device) if process_group.size > 1 else {}
         self.board.collectives = lambda: {
             group: number
             for mesh in meshes.values()
@@ -198,7 +198,7 @@ class ModelWorker(Worker):
         opened.push_async_callback(asyncio.to_thread, recorder.close, self.info.runtime.stop_timeout_s / 4)
         return recorder
 
-    async def _meet(
+    async def _join_group(
         self, process_group: ProcessGroup, directory: Directory, compute: Compute, device: torch.device
     ) -> dict[str, ModelMesh | None]:
         """Join the process group and make the meshes of all models of its worker group."""

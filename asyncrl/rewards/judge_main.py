@@ -87,7 +87,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
                 for pid in _children():
                     if pid not in judges and pid not in helpers:  # an orphan: its judge and its guard have ended
                         _kill(pid)
-            elif not _obey(control, judges, function, hello["memory_bytes"]):
+            elif not _carry_out(control, judges, function, hello["memory_bytes"]):
                 _end_all()
 
 
@@ -101,12 +101,12 @@ def _load(spec: str, control: socket.socket) -> Any:
         return RewardFunction.import_from(spec)
     except BaseException as error:
         kind = "config" if type(error).__name__ == "ConfigError" else "error"
-        told = str(error) if kind == "config" else "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
-        control.send(json.dumps({kind: told}).encode())
+        text = str(error) if kind == "config" else "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+        control.send(json.dumps({kind: text}).encode())
         os._exit(1)
 
 
-def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes: int) -> bool:
+def _carry_out(control: socket.socket, judges: set[int], function: Any, memory_bytes: int) -> bool:
     """Carry out one order from the worker: start or kill a judge. Returns False if the worker has closed the socket."""
     message, sockets, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
     if not message:
@@ -291,8 +291,8 @@ def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool
                 return {"no_number": shown(value)}, True
         return {"values": numbers, "seconds": time.perf_counter() - start}, True
     except BaseException as error:
-        told = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
-        return told, isinstance(error, Exception) and not isinstance(error, MemoryError)
+        text = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
+        return text, isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 async def _all(function: Any, arguments: list[Any]) -> list[Any]:

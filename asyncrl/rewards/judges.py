@@ -167,7 +167,7 @@ class Judges:
         self.num_started = 0
         self.num_nurseries = 0
         self._nursery, control = self._spawn()
-        self.is_async, self.arguments = self._greet(self._nursery, control)
+        self.is_async, self.arguments = self._wait_for_import(self._nursery, control)
         self._control = control
         self._places = asyncio.Semaphore(most_async if self.is_async else most)
 
@@ -235,10 +235,10 @@ class Judges:
     # ------------------------------------------------------------------------------------------------------------- judges
 
     async def _start(self) -> _Judge:
-        control = await self._living()
+        control = await self._running_nursery()
         loop = asyncio.get_running_loop()
         if self._loop is None:
-            loop.add_reader(control.fileno(), self._hear, control)
+            loop.add_reader(control.fileno(), self._read_control, control)
             self._loop = loop
         mine: socket.socket | None = None
         started: asyncio.Future[int] = loop.create_future()
@@ -310,7 +310,9 @@ class Judges:
             )
         return nursery, mine
 
-    def _greet(self, nursery: subprocess.Popen[bytes], control: socket.socket) -> tuple[bool, tuple[str, ...]]:
+    def _wait_for_import(
+        self, nursery: subprocess.Popen[bytes], control: socket.socket
+    ) -> tuple[bool, tuple[str, ...]]:
         """Wait until the nursery has imported the user's module. Blocks the thread, just as an import in this process would."""
         hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
         control.settimeout(_START_LIMIT_S)
@@ -329,19 +331,19 @@ class Judges:
             self._pump.join(_OUTPUT_LIMIT_S)
             if "config" in reply:
                 raise ConfigError(reply["config"])
-            told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
-            raise ConfigError(f"reward {self.spec!r} cannot be imported: {told}")
+            text = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
+            raise ConfigError(f"reward {self.spec!r} cannot be imported: {text}")
         control.setblocking(False)
         is_async, arguments = reply["ready"]
         return is_async, tuple(arguments)
 
-    async def _living(self) -> socket.socket:
+    async def _running_nursery(self) -> socket.socket:
         """Return the socket to a running nursery. Calls that wait for one at the same time share one restart."""
         while self._control is None:
             if self._closed:
                 raise JudgesLost("the worker has ended")
             if self._restart is None:
-                self._restart = asyncio.create_task(self._revive())
+                self._restart = asyncio.create_task(self._restart_nursery())
             restart = self._restart
             await asyncio.wait({restart})  # at most a restart delay plus _START_LIMIT_S
             if restart.cancelled():
@@ -355,7 +357,7 @@ class Judges:
                 raise JudgesLost(f"the process that starts the judges of {self.spec} did not start: {error}") from error
         return self._control
 
-    async def _revive(self) -> None:
+    async def _restart_nursery(self) -> None:
         control = None
         try:
             pause_s = self._pace.died(self._clock.monotonic())
@@ -365,7 +367,7 @@ class Judges:
             await asyncio.sleep(pause_s)
             await self._check_code()
             nursery, control = self._spawn()  # on this thread, because the nursery dies with the thread that started it
-            await asyncio.to_thread(self._greet, nursery, control)
+            await asyncio.to_thread(self._wait_for_import, nursery, control)
             await self._check_code()  # again: the import may have read what was written meanwhile
             self._nursery, self._control, self._num_failed_starts = nursery, control, 0
         except BaseException as error:
@@ -380,7 +382,7 @@ class Judges:
         if await asyncio.to_thread(code_of, self.spec) != self._code:
             raise CodeChangedError(f"the source of {self.spec} has changed since this process imported it")
 
-    def _hear(self, control: socket.socket) -> None:
+    def _read_control(self, control: socket.socket) -> None:
         try:
             message = control.recv(_MAX_MESSAGE)
         except BlockingIOError:
@@ -394,7 +396,7 @@ class Judges:
         if "died" in word:
             judge = self._judges.pop(word["died"], None)
             if judge is not None:
-                self._bury(judge, word["how"])
+                self._mark_ended(judge, word["how"])
             return
         started = self._starting.popleft()
         if "failed" in word:
@@ -403,7 +405,7 @@ class Judges:
         elif not started.done():
             started.set_result(word["started"])
 
-    def _bury(self, judge: _Judge, how: str) -> None:
+    def _mark_ended(self, judge: _Judge, how: str) -> None:
         if judge in self._free:
             self._free.remove(judge)
             judge.connection.close()
@@ -421,7 +423,7 @@ class Judges:
         control.close()
         for judge in self._judges.values():
             judge.lost = True
-            self._bury(judge, why)
+            self._mark_ended(judge, why)
         self._judges.clear()
         for started in self._starting:
             if not started.done():

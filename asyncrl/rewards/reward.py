@@ -147,7 +147,7 @@ class Reward:
         if "no_number" in answer:
             raise self._not_a_number(answer["no_number"])
         raise self._rejected(
-            "reward_error", f"{self.spec} raised {answer['error']}", told=f"\n{answer['traceback'].rstrip()}"
+            "reward_error", f"{self.spec} raised {answer['error']}", message=f"\n{answer['traceback'].rstrip()}"
         )
 
     # ------------------------------------------------------------------------------------------------------------ threads
@@ -198,12 +198,12 @@ class Reward:
         return self._rejected("reward_not_finite", f"{self.spec} returned {value}; it must be a finite number")
 
     def _rejected(
-        self, reason: str, detail: str, error: BaseException | None = None, told: str = ""
+        self, reason: str, detail: str, error: BaseException | None = None, message: str = ""
     ) -> RolloutRejected:
         if reason not in self._logged:  # log the first rejection of each reason in full; metrics count all
             self._logged.add(reason)
             self._logger.warning(
-                "rollout rejected, %s: %s (later ones are only counted)%s", reason, detail, told, exc_info=error
+                "rollout rejected, %s: %s (later ones are only counted)%s", reason, detail, message, exc_info=error
             )
         return RolloutRejected(reason, detail)
 

@@ -4,7 +4,7 @@ injected and a simulation can replace them.
 A session sends the run's token (security.py) with every request, so use it only for the run's own processes. The size
 of replies is bounded (BoundedResponse), as is the size of requests to servers.
 
-    suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
+    inject_faults(faults, "master/0")    # sessions opened later have the faults of runtime.faults
     with replaced(make):          # tests/simulation
         open_session(...)         # returns the result of `make`
 """
@@ -77,7 +77,7 @@ class HttpFaults:
 _faults: HttpFaults | None = None
 
 
-def suffer(faults: FaultsConfig, who: str) -> None:
+def inject_faults(faults: FaultsConfig, who: str) -> None:
     """Apply these faults to all sessions that this process opens later. A config without faults removes them again."""
     global _faults
     _faults = HttpFaults(faults, who) if faults.drop or faults.delay else None

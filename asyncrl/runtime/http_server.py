@@ -122,8 +122,8 @@ def _refusal_of(request: web.BaseRequest) -> web.Response | None:
     if secured.allows(request.headers.get("Authorization", "")):
         no_stranger(request)
         return None
-    told = "this endpoint answers only processes of its run; the token is in <run>/secrets/token\n"
-    answer = web.Response(status=401, text=told, headers={"WWW-Authenticate": "Bearer"})
+    wording = "this endpoint answers only processes of its run; the token is in <run>/secrets/token\n"
+    answer = web.Response(status=401, text=wording, headers={"WWW-Authenticate": "Bearer"})
     answer.force_close()
     return answer
 
@@ -184,15 +184,15 @@ class _Acceptor:
                     self._room.release()
                     await asyncio.sleep(_PAUSE_S)
                     continue
-                task = asyncio.create_task(self._meet(connection))
+                task = asyncio.create_task(self._serve_connection(connection))
                 self._tasks.add(task)
-                task.add_done_callback(self._met)
+                task.add_done_callback(self._end_connection)
 
-    def _met(self, task: asyncio.Task[None]) -> None:
+    def _end_connection(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._room.release()
 
-    async def _meet(self, connection: socket.socket) -> None:
+    async def _serve_connection(self, connection: socket.socket) -> None:
         """Serve the connection. Returns when a request on it has shown a secret; then the connection stays open. Returns also
         when the client disconnects. Otherwise closes the connection, after STRANGER_S or when it cannot be opened.
         """

@@ -197,7 +197,7 @@ def open_security(run_dir: Path, network: NetworkConfig) -> Security | None:
 
 def guard_pull(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets) -> None:
     """Make a receiving socket, not yet bound, admit only this run's senders."""
-    gatekeeper_of(context).let_in(secrets.server_public, secrets.client_public)
+    gatekeeper_of(context).admit(secrets.server_public, secrets.client_public)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, secrets.server_public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, secrets.server_secret)
@@ -230,7 +230,7 @@ class Gatekeeper:
         self._socket.bind(_ZAP_ADDRESS)
         threading.Thread(target=self._answer_all, name="gatekeeper", daemon=True).start()
 
-    def let_in(self, domain: str, public_key: str) -> None:
+    def admit(self, domain: str, public_key: str) -> None:
         keys = self._keys.get(domain.encode(), frozenset())
         self._keys[domain.encode()] = keys | {z85.decode(public_key)}
 

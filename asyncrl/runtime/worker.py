@@ -41,7 +41,7 @@ _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launche
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Format an error for the user: with its traceback, unless its text is complete without one. The log has the
     traceback in any case.
     """
@@ -99,7 +99,7 @@ class Worker:
         except BaseException as error:
             shown = out_of_files(error) or error
             self.board.enter("error")
-            self.board.error = told(shown)[-_MAX_ERROR_CHARS:]
+            self.board.error = error_text(shown)[-_MAX_ERROR_CHARS:]
             self.board.fatal = outlives_restart(shown)
             raise
         finally:
@@ -132,7 +132,7 @@ class Worker:
             await self._shut_down({stop, failed, running, *self.tasks.running}, opened)
 
     async def _open_and_run(self, opened: AsyncExitStack) -> None:
-        http_client.suffer(self.info.runtime.faults, self.name)
+        http_client.inject_faults(self.info.runtime.faults, self.name)
         self._directory = await self._open_directory()
         await self.run(self._directory, opened)
 

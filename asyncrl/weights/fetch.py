@@ -407,10 +407,10 @@ class _Source:
             connection.request("GET", f"{self._parts.path}/{name}", headers=headers)
             response = connection.getresponse()
             if class_of_status(response.status) is ErrorClass.PERMANENT:
-                told = response.read(500).decode("utf-8", "replace").strip()
+                message = response.read(500).decode("utf-8", "replace").strip()
                 gone = response.status == 404  # a version that was pruned meanwhile; a newer one follows
                 raise WeightsError(
-                    f"{self.url}/{name} answered {response.status}: {told}",
+                    f"{self.url}/{name} answered {response.status}: {message}",
                     ErrorClass.PASSING if gone else ErrorClass.PERMANENT,
                 )
             wanted = 206 if offset else 200

@@ -24,7 +24,7 @@ from asyncrl.model.sharding import Skeleton, load_config, load_whole, open_weigh
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.worker import told
+from asyncrl.runtime.worker import error_text
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import commit_version, list_versions, side_files, write_part
 from tests.support.services import make_services
@@ -79,7 +79,7 @@ def test_the_trainer_names_the_model_and_what_is_wrong(model: Path, damage, reas
     damage(model)
     with pytest.raises(ConfigError, match=f"(?s)^model_path='{model}': .*{reason}") as caught:
         TrainEngine(ModelConfig("actor", str(model), "d1", [0]), TrainConfig(batch_size=1))
-    assert "Traceback" not in told(caught.value)
+    assert "Traceback" not in error_text(caught.value)
 
 
 @pytest.mark.parametrize(

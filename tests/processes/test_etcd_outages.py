@@ -383,7 +383,7 @@ def test_an_entry_of_somebody_who_is_gone_is_looked_after(
     with open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as visitor:
         visitor.add(f"{root}/wish", "2")
     resident, other = open_etcd(), open_etcd()
-    resident.look_after(f"{root}/wish", "2")
+    resident.adopt(f"{root}/wish", "2")
     lose_data(server)
     assert other.wait(f"{root}/wish", LIMIT_S) == "2"
 

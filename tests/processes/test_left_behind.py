@@ -125,7 +125,7 @@ def test_a_late_reaper_kills_only_what_belongs_to_its_launch(tmp_path):
     old, reused, new = sleeping("ASYNCRL_LAUNCH=old"), sleeping("ASYNCRL_LAUNCH=new"), sleeping("ASYNCRL_LAUNCH=new")
     try:
         reaper.add(old.pid)
-        reaper._tell(f"add {reused.pid} 1")  # the number of a group of the old launch: its leader started earlier
+        reaper._send(f"add {reused.pid} 1")  # the number of a group of the old launch: its leader started earlier
         shutil.rmtree(folder)
         Path(folder).mkdir()  # another run's folder with the same name
         Path(folder, unix_sockets.OWNER).write_text("another run\nnumber\n")

@@ -163,7 +163,7 @@ async def test_without_a_gatekeeper_nobody_is_let_in(monkeypatch):
     class Nobody:
         num_refused = 0
 
-        def let_in(self, domain, key):
+        def admit(self, domain, key):
             pass
 
     monkeypatch.setattr(security, "gatekeeper_of", lambda context: Nobody())

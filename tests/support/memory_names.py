@@ -239,7 +239,7 @@ class MemoryNameResolver(NameResolver):
             self._space.put(key, value, None if entry is None else entry.lease)
             return True
 
-    def _look_after(self, key: str, value: str) -> None:
+    def _adopt(self, key: str, value: str) -> None:
         """Do nothing: this store never loses data."""
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:

@@ -26,7 +26,7 @@ from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, write_when_there_is_room, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
 from asyncrl.runtime.ticket_key import make_key, read_key
-from asyncrl.runtime.worker import told
+from asyncrl.runtime.worker import error_text
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import (
     commit_folder,
@@ -62,7 +62,7 @@ def test_system_errors_are_reported_with_path_and_remedy(tmp_path, error, text):
     with pytest.raises(StorageError, match=rf"{path} could not be written: {text}") as caught, writing(path):
         raise error
     assert caught.value.__cause__ is error
-    assert told(caught.value) == str(caught.value)  # shown to the user without a traceback
+    assert error_text(caught.value) == str(caught.value)  # shown to the user without a traceback
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from asyncrl.protocol.run_folder import name_of
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.clock import SYSTEM_CLOCK
-from asyncrl.runtime.worker import told
+from asyncrl.runtime.worker import error_text
 from asyncrl.testing.runs import journal
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 from tests.support.master import (
@@ -92,7 +92,7 @@ async def test_a_run_in_which_every_prompt_is_rejected_ends_with_reason_and_reme
     master.manager.view = ledger(rejected=rejections(8), exhausted=True)
     with pytest.raises(RejectedShareError, match="every prompt was rejected, so no step was trained") as caught:
         await asyncio.wait_for(master.trainer.train_one_step(), LIMIT_S)
-    text = told(caught.value)
+    text = error_text(caught.value)
     assert "reward_error: 8; the first: judge.py raised KeyError(3). Fix the reward function" in text
     assert f"{tmp_path}/logs/latest/rollout_worker_*.log" in text
     assert "Traceback" not in text
@@ -154,7 +154,7 @@ async def test_the_most_frequent_reason_is_reported_first_with_its_remedy(
     master.manager.view = ledger(rejected=[*others, *mine])
     with pytest.raises(RejectedShareError) as caught:
         await master.reports.report()
-    text = told(caught.value)
+    text = error_text(caught.value)
     assert text.startswith("62% of the last 8 prompts were rejected; manager.max_rejected_share=0.5 is the limit")
     assert f"\n  {reason}: 4; the first: {detail}. " in text
     assert remedy in text

@@ -222,8 +222,8 @@ def test_invalid_faults_are_refused(faults, says):
 
 async def calls(faults, count, request):
     """Make `count` single calls to a real server. Return the calls that it saw, and their outcomes at the client."""
-    request.addfinalizer(lambda: http_client.suffer(FaultsConfig(), "rollout_worker/0"))
-    http_client.suffer(faults, "rollout_worker/0")
+    request.addfinalizer(lambda: http_client.inject_faults(FaultsConfig(), "rollout_worker/0"))
+    http_client.inject_faults(faults, "rollout_worker/0")
     seen = Counter()
 
     async def answer(request):

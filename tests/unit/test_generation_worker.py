@@ -20,7 +20,7 @@ async def test_expired_requests_are_reported_with_both_kinds_of_answer(caplog: p
     engine = MagicMock(failure=None)
     engine.expire_waiting.return_value = 3
     with pytest.raises(OSError, match="the end of this test"):
-        await GenerationServer._keep_house(worker, engine, journal)
+        await GenerationServer._report_and_expire(worker, engine, journal)
     assert caplog.messages == [
         "3 requests waited too long and were answered: 503, or the tokens so far of a retracted request"
     ]

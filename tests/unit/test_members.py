@@ -47,9 +47,9 @@ def test_each_drained_server_is_reported_once_per_request(members: Members) -> N
     assert members.drained() == []
     members.set_desired(DesiredServers(count=1, id="a"), 1.0)
     assert members.drained() == []
-    members.table.load_told(NAMES[2], 0, 0, 0.0)
+    members.table.load_reported(NAMES[2], 0, 0, 0.0)
     assert members.drained() == [(NAMES[2], "a")]
-    members.told(NAMES[2], "a")
+    members.drain_reported(NAMES[2], "a")
     assert members.drained() == []
     members.set_desired(DesiredServers(count=2, id="b"), 2.0)
     assert members.drained() == [(NAMES[2], "b")]

@@ -58,12 +58,12 @@ def test_least_token_usage(table: ServerTable) -> None:
     """The load of a server is its polled token usage plus the tokens promised since the poll was sent."""
     table.policy = "least_token_usage"
     for name, used in zip(NAMES, (100, 75, 90), strict=True):
-        table.load_told(name, used, 1, 0.0)
+        table.load_reported(name, used, 1, 0.0)
     assert picked(table, 4) == [1, 1, 2, 1]
     asked = table.servers[NAMES[1]].promised_tokens
     assert asked == 30.0
     table.granted(NAMES[1], 10.0)  # promised while the poll is in flight: its reply does not include these tokens
-    table.load_told(NAMES[1], 75, 4, asked)
+    table.load_reported(NAMES[1], 75, 4, asked)
     assert table.servers[NAMES[1]].promised_tokens == 10.0
     assert picked(table, 2) == [1, 1]
     assert picked(table, 1) == [2]
@@ -106,14 +106,14 @@ def test_a_leaving_server_gets_no_groups_and_drains(table: ServerTable) -> None:
     assert server.view().state == "draining"
     assert server.view().version == str(v(0))  # it still serves its version
     assert 1 not in picked(table, 6)
-    table.load_told(NAMES[1], 50, 0, 0.0)
+    table.load_reported(NAMES[1], 50, 0, 0.0)
     assert not table.has_drained(NAMES[1])  # its group may be idle between two steps of an agent
     table.ended(NAMES[1], 10.0)
     table.handed_over(NAMES[1])
     assert not table.has_drained(NAMES[1])  # it must report that no request runs
-    table.load_told(NAMES[1], 50, 1, 0.0)
+    table.load_reported(NAMES[1], 50, 1, 0.0)
     assert not table.has_drained(NAMES[1])
-    table.load_told(NAMES[1], 0, 0, 0.0)
+    table.load_reported(NAMES[1], 0, 0, 0.0)
     assert table.has_drained(NAMES[1])
     table.withdraw(NAMES[1])
     assert server.is_gone

@@ -356,7 +356,7 @@ def test_sampling_parameters_are_translated_for_sglang():
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["stop_token_ids"]) == (0.0, 1.0, -1, [0])
     warm = sglang_params(SamplingParams(temperature=0.7, top_p=0.5, top_k=3), [])
     assert (warm["temperature"], warm["top_p"], warm["top_k"], warm["ignore_eos"]) == (0.7, 0.5, 3, False)
-    assert Finish(type="stop", matched="text").told().matched is None
+    assert Finish(type="stop", matched="text").as_ours().matched is None
 
 
 # ---------------------------------------------------------------------------------------------------------- model and weights

@@ -320,10 +320,10 @@ def test_a_process_that_was_lost_with_its_host_can_restart(tmp_path):
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
     child = RemoteChild(
-        spec, cast(Any, None), run_dir=tmp_path, incarnation=1, host="h", host_daemon="a", desired=cast(Any, None)
+        spec, cast(Any, None), run_dir=tmp_path, incarnation=1, host="h", host_daemon="a", order=cast(Any, None)
     )
     assert not child.could_run
-    child.take_in(ObservedProcess(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
+    child.apply(ObservedProcess(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
     assert child.cpu_s() == 7.0  # as reported by its host daemon: the launcher cannot measure it
     child.lose("was lost with its host n2")
     supervision = Supervision(3)

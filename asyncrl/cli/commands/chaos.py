@@ -101,7 +101,7 @@ def chaos(arguments: argparse.Namespace, console: Console) -> int:
     command = ["run", str(arguments.config), *arguments.overrides]
     subject = _Subject(config, run_dir, command, console, quiet=arguments.json, clock=arguments.clock)
     try:
-        code = subject.suffer(faults)
+        code = subject.run_faults(faults)
     except KeyboardInterrupt:
         code = subject.stop()
     finally:
@@ -154,7 +154,7 @@ class _Subject:
         self.before = len(train_steps(self.run_dir))  # train steps of earlier runs in this folder
         self._launcher = self._launch(self.command)
 
-    def suffer(self, faults: Sequence[Fault]) -> int:
+    def run_faults(self, faults: Sequence[Fault]) -> int:
         """Inject the faults and wait for the end of the run. Return the exit code of its last launcher."""
         # Wait for the first train step. This needs no limit, because a run that cannot start ends by itself
         while len(train_steps(self.run_dir)) == self.before:
@@ -237,12 +237,12 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     result = code if code else FAILED if problems else 0
     back = injector.recovered_s if injector is not None else {}
     if arguments.json:
-        told = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
+        message = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
         print_json(
             {
                 "run_dir": str(subject.run_dir),
                 "exit_code": result,
-                "faults": told,
+                "faults": message,
                 "costs": costs,
                 "audit": found,
                 "problems": problems,

@@ -177,10 +177,10 @@ class HostDaemon:
             self._launcher = launcher
             self._say("a launcher has appeared")
         if launcher:
-            self._bring(obeyed(desired, launcher, self.incarnation))
+            self._move_towards(obeyed(desired, launcher, self.incarnation))
         self._link.report(self._report())
 
-    def _bring(self, desired: Mapping[str, DesiredProcess]) -> None:
+    def _move_towards(self, desired: Mapping[str, DesiredProcess]) -> None:
         observed = {
             name: Observed(
                 hosted.incarnation, hosted.child is None or hosted.child.returncode is not None, hosted.asked

@@ -114,7 +114,7 @@ class RemoteChild(Child):
     def how_it_ended(self) -> str:
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
-    def take_in(self, report: ObservedProcess) -> None:
+    def apply(self, report: ObservedProcess) -> None:
         """Apply the host daemon's report about this child. Ignores a report about an earlier process of the same name."""
         if report.incarnation != self.incarnation or self.returncode is not None:
             return
@@ -212,10 +212,10 @@ class RemoteProcessPool(Pool):
                 self._say(
                     f"waiting up to {limit_s:g} s for the host daemons of {', '.join(missing)}: asyncrl-launch host CONFIG"
                 )
-            self._look_after_own_daemon()
+            self._restart_own_daemon()
             with self._news:
                 self._news.wait(_STOP_TURN_S)
-        self._take_in_daemons()
+        self._update_hosts()
         return True
 
     @property
@@ -268,9 +268,9 @@ class RemoteProcessPool(Pool):
             for entry in report.processes:
                 child = by_name.get(entry.name)
                 if child is not None and child.host_daemon == report.host_daemon:
-                    child.take_in(entry)
-        self._take_in_daemons()
-        self._look_after_own_daemon()
+                    child.apply(entry)
+        self._update_hosts()
+        self._restart_own_daemon()
         return [child for child in self.children if id(child) in before and child.returncode is not None]
 
     def forget(self, child: Child) -> None:
@@ -306,7 +306,7 @@ class RemoteProcessPool(Pool):
         with self._news:
             return [host for host in self._config.hosts if host not in self._daemons]
 
-    def _take_in_daemons(self) -> None:
+    def _update_hosts(self) -> None:
         """Process the hosts that have appeared, and those that are lost."""
         with self._news:
             daemons = dict(self._daemons)
@@ -362,7 +362,7 @@ class RemoteProcessPool(Pool):
                 start_new_session=True,
             )
 
-    def _look_after_own_daemon(self) -> None:
+    def _restart_own_daemon(self) -> None:
         """Restart the host daemon of the launcher's own host if it has ended. Raises LaunchError instead if it has been restarted
         runtime.max_restarts times already."""
         if self._own_daemon is None or self._own_daemon.poll() is None:

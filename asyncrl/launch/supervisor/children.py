@@ -174,7 +174,7 @@ class Child:
         return self.returncode == -signal.SIGKILL and not self.froze_s and not has_failed
 
     @property
-    def waits_for_words_of(self) -> str:
+    def passes_on_error_of(self) -> str:
         """Name of the process whose error this one received as a reply and reported; "" if its error is its own, or it has none."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
@@ -277,7 +277,7 @@ def first_failed(children: Sequence[Child]) -> Child:
     of another child in trouble, return that other child."""
     failed = _in_order(children)
     by_name = {child.name: child for child in failed}
-    return by_name.get(failed[0].waits_for_words_of, failed[0])
+    return by_name.get(failed[0].passes_on_error_of, failed[0])
 
 
 def first_cause(children: Sequence[Child]) -> str:

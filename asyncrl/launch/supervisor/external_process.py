@@ -75,13 +75,13 @@ class ExternalProcess:
         """Process all observed statuses; a process may start and end between two turns. Raises LaunchError if it failed, or was
         not started in time."""
         for _ in range(len(self._news)):
-            self._take_in(self._news.popleft())
+            self._apply(self._news.popleft())
         if self._status is None and self._clock.monotonic() - self._since > self._wait_s and not self.is_done:
             raise LaunchError(
                 f"{self.name} was not started within {self._wait_s:g} s (debug.wait_s). Start it with\n{self.command}"
             )
 
-    def _take_in(self, status: WorkerStatus | None) -> None:
+    def _apply(self, status: WorkerStatus | None) -> None:
         before, self._status = self._status, status
         if status is not None and before is None:
             self._notice(f"{self.name} has started (process {status.pid})")

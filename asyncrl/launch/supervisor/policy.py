@@ -191,7 +191,7 @@ class Supervision:
         if end.could_run:
             self._ran.add(end.name)
         if not self.outlives(end.name, fatal=end.fatal, struck=end.struck):
-            return EndRun(end.cause, self._told(now))
+            return EndRun(end.cause, self._recent_restarts(now))
         unit = self.unit_of(end.name)
         pause = self._budget.ended(unit, end.cause, now)
         if pause is None and unit in self._dispensable:
@@ -208,7 +208,7 @@ class Supervision:
             self._tried.append((now, f"{at} {end.name} {end.how}: everything started again"))
             return StartAgain(EVERYTHING, pause_s(self.limit))
         self._tried.append((now, f"{at} {end.name} {end.how}"))
-        return EndRun(self._first_cause(recent[0], now), self._told(now))
+        return EndRun(self._first_cause(recent[0], now), self._recent_restarts(now))
 
     def _first_cause(self, cause: str, now: float) -> str:
         """Return the cause of the restart of everything, if that happened within WINDOW_S, because all later ends count as its
@@ -217,7 +217,7 @@ class Supervision:
             return self._everything[1]
         return cause
 
-    def _told(self, now: float) -> tuple[str, ...]:
+    def _recent_restarts(self, now: float) -> tuple[str, ...]:
         return tuple(text for when, text in self._tried if now - when <= WINDOW_S)
 
 

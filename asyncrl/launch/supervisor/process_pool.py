@@ -210,7 +210,7 @@ class _Starts:
             limit_s = self._limit_s if answered is None else _FORK_LIMIT_S
             error: ForkServerEnded | None = None
             try:
-                started.extend(self._take_in(server.forked()))
+                started.extend(self._assign_pids(server.forked()))
             except ForkServerEnded as ended:
                 error = ended
             late = [
@@ -257,9 +257,9 @@ class _Starts:
     def _end(self, kind: str) -> list[Child]:
         server = self._servers.pop(kind)
         self._selector.unregister(server)
-        return self._take_in(server.close())
+        return self._assign_pids(server.close())
 
-    def _take_in(self, forked: dict[Path, int]) -> list[Child]:
+    def _assign_pids(self, forked: dict[Path, int]) -> list[Child]:
         started: list[Child] = []
         for config, pid in forked.items():
             child, _ = self._pending.pop(config)

@@ -44,19 +44,19 @@ class Reaper:
     def add(self, group: int) -> None:
         """Register a process group, whose leader is not reaped yet. The reaper kills it when this process (the launcher) ends."""
         self._groups[group] = started(group)
-        self._tell(f"add {group} {self._groups[group]}")
+        self._send(f"add {group} {self._groups[group]}")
 
     def gone(self, group: int) -> None:
         """Unregister a process group that has ended, because the system may reuse its number."""
         self._groups.pop(group, None)
-        self._tell(f"gone {group} -")
+        self._send(f"gone {group} -")
 
     def turn(self) -> None:
         """Start a new reaper process if the present one was killed."""
         if self._process.poll() is not None:
             self._process, self._pipe = self._start()
             for group, start in self._groups.items():
-                self._tell(f"add {group} {start}")
+                self._send(f"add {group} {start}")
 
     def close(self, timeout_s: float) -> None:
         """Make the reaper kill the remaining processes now, and wait for it to end."""
@@ -81,7 +81,7 @@ class Reaper:
         assert process.stdin is not None
         return process, process.stdin
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # the reaper was killed; `turn` starts a new one
             self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()

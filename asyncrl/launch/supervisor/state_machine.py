@@ -177,8 +177,8 @@ class Supervisor:
             self._kill_frozen(now)
         if hurried and self._listens_until is not None:
             self._listens_until = now
-        if self._see_to_ends(now, wall_time):
-            self._bring_back(now)
+        if self._handle_ends(now, wall_time):
+            self._advance_restarts(now)
             self._renew(now)
         return self._decisions
 
@@ -212,7 +212,7 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------------------- ends
 
-    def _see_to_ends(self, now: float, wall_time: float) -> bool:
+    def _handle_ends(self, now: float, wall_time: float) -> bool:
         """Decide which processes restart after failures and early ends, or that the run ends. Returns False if pending restarts
         must not advance in this turn: the run ends, or the supervisor waits for error reports."""
         if self._listens_until is not None and now < self._listens_until:
@@ -233,7 +233,7 @@ class Supervisor:
         # The trainer group comes first, because its restart includes other units
         for unit in sorted(units, key=lambda unit: unit != TRAINER_GROUP):
             failed = [child for child in units[unit] if self._matters(child)]  # checked again after each decision
-            if failed and not self._see_to_unit(unit, failed, now, wall_time):
+            if failed and not self._handle_unit(unit, failed, now, wall_time):
                 return False
         return True
 
@@ -247,11 +247,11 @@ class Supervisor:
         is_renewed = self._renewal is not None and self._renewal.concerns(child)
         return not comes_back and not is_renewed and not self._leaves(child)
 
-    def _see_to_unit(self, unit: str, failed: Sequence[Child], now: float, wall_time: float) -> bool:
+    def _handle_unit(self, unit: str, failed: Sequence[Child], now: float, wall_time: float) -> bool:
         """Decide about one unit, once it is known which of its processes failed first. Returns False if the run ends."""
         child = failed[0]
         if unit != child.name:
-            if self._have_spoken(unit, failed, now):
+            if self._is_first_known(unit, failed, now):
                 return self._decide(first_failed(failed), failed, now, wall_time)
         elif child.returncode is not None:
             return self._decide(child, [child], now, wall_time)
@@ -259,13 +259,13 @@ class Supervisor:
             self._decisions.append(Kill(child))  # it reported a failure and did not exit in time
         return True
 
-    def _have_spoken(self, unit: str, failed: Sequence[Child], now: float) -> bool:
+    def _is_first_known(self, unit: str, failed: Sequence[Child], now: float) -> bool:
         """Whether it is known which process of a unit failed first. A process that failed as a consequence may report its error
         before the first one does, so wait some time for further reports."""
         since = self._failing.setdefault(unit, now)
         if any(child.was_killed for child in failed):
             return True
-        owed = first_failed(failed).waits_for_words_of
+        owed = first_failed(failed).passes_on_error_of
         limit_s = LAST_WORDS_S
         if owed and owed not in {child.name for child in failed}:
             limit_s = max(limit_s, self._stop_timeout_s)
@@ -321,7 +321,7 @@ class Supervisor:
 
     # -------------------------------------------------------------------------------------------------------------- starts
 
-    def _bring_back(self, now: float) -> None:
+    def _advance_restarts(self, now: float) -> None:
         """Advance the restarts of units within their attempt. A unit starts only after all its old processes have ended."""
         for unit, returning in list(self._returning.items()):
             members = [child for child in self._children if child.name in returning.names]

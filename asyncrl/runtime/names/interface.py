@@ -228,9 +228,9 @@ class NameResolver(ABC):
                 logger.warning("%s; retrying", error)
             self._closed.wait(_PUBLISH_RETRY_S)
 
-    def look_after(self, name: str, value: str) -> None:
+    def adopt(self, name: str, value: str) -> None:
         """Adopt an entry without a lease that another session has put: this session restores it if the backend loses its data."""
-        self._look_after(self._key(name), value)
+        self._adopt(self._key(name), value)
 
     def get(self, name: str) -> str:
         """Return the value. Raises NameEntryNotFound."""
@@ -367,7 +367,7 @@ class NameResolver(ABC):
         """Deliver the current state (read within limit_s; None: the resolver's own limit), then changes."""
 
     @abstractmethod
-    def _look_after(self, key: str, value: str) -> None: ...
+    def _adopt(self, key: str, value: str) -> None: ...
 
     @abstractmethod
     def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease: ...

@@ -80,7 +80,7 @@ class EtcdNameResolver(NameResolver):
             self._keeper.swapped(key, value)
         return swapped
 
-    def _look_after(self, key: str, value: str) -> None:
+    def _adopt(self, key: str, value: str) -> None:
         self._keeper.record(key, value, None, self._keeper.losses)
 
     def _read(self, key: str, *, subtree: bool) -> dict[str, str]:
