@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,11 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import NameResolveConfig
+from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
 from asyncrl.runtime.names.etcd.store import EtcdStore
-from asyncrl.runtime.names.interface import NameResolver, WatchEvent
+from asyncrl.runtime.names.interface import Lease, NameResolver, WatchEvent
 from asyncrl.runtime.names.open import open_name_resolver
+from tests.support.memory_names import MemoryNameResolver
 
 LIMIT_S = 30.0  # for waits that should take a second or two, on a busy machine
 OpenSession = Callable[..., NameResolver]
@@ -90,6 +93,25 @@ class Refreshes:
         with self._condition:
             least = self._answers[lease_id] + 2
             assert self._condition.wait_for(lambda: self._answers[lease_id] >= least, timeout=LIMIT_S)
+
+
+def lives(names: NameResolver, lease: Lease) -> bool:
+    """Whether the store has the lease now."""
+    if isinstance(names, MemoryNameResolver):
+        return names.lease_is_there(lease.id)
+    assert isinstance(names, EtcdNameResolver)
+    return names._store.lease_keys(lease.id) is not None
+
+
+def grant_left(names: NameResolver, ttl_s: int) -> Lease:
+    """Grant a lease that no session refreshes, as after the death of the session that has granted it."""
+    lease_id = secrets.randbelow(2**63 - 1) + 1
+    if isinstance(names, MemoryNameResolver):
+        names.grant_left(lease_id, ttl_s)
+    else:
+        assert isinstance(names, EtcdNameResolver)
+        names._store.grant(lease_id, ttl_s, again=False)
+    return Lease(names, lease_id, ttl_s)
 
 
 def put(key: str, value: str) -> WatchEvent:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, Refreshes, gone, patient, put, sessions
+from name_sessions import LIMIT_S, OpenSession, Recorder, Refreshes, gone, lives, patient, put, sessions
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.certificates import CertificateError, make_certificate
@@ -160,7 +160,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
         told.append(put(f"{root}/{value}", value))
         recorder.wait_for(*told)
         refreshes.wait_for_another(lease.id)
-        assert lease.alive
+        assert lives(names, lease)
     with_threads = [threading.Thread(target=names.add, args=(f"{root}/{index}", "x")) for index in range(8)]
     server.restart()
     for thread in with_threads:

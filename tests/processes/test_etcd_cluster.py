@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from name_sessions import LIMIT_S, Recorder, Refreshes, gone, patient, put
+from name_sessions import LIMIT_S, Recorder, Refreshes, gone, lives, patient, put
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.etcd.leases import LeaseIntervals
@@ -81,7 +81,7 @@ def test_keys_live_when_a_server_is_killed(cluster: Cluster, monkeypatch: pytest
             told.append(put(f"{root}/without", str(index)))
             recorder.wait_for(*told)
             refreshes.wait_for_another(lease.id)
-            assert lease.alive
+            assert lives(names, lease)
             cluster.start(index)
             cluster.wait_for(index)
         assert names.compare_and_swap(f"{root}/without", "2", "done")

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, lives, patient, put
 
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch.name_service import NameService
@@ -104,7 +104,7 @@ def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: Open
     key.wait_for(put(f"{root}/later", "4"))
     other.add(f"{root}/after", "5")  # the streams work again
     tree.wait_for_state(state | {f"{root}/after": "5"})
-    assert lease.refresh()
+    assert lives(holder, lease)
     lease.revoke()
     tree.wait_for_state({f"{root}/later": "4", f"{root}/after": "5"})
     assert gone(f"{root}/used") == tree.events[-1] or gone(f"{root}/held") == tree.events[-1]
@@ -137,7 +137,7 @@ def test_leases_entries_and_watches_come_back_from_lost_data(
         for key, expected in restored.items():
             assert other.wait(key, LIMIT_S) == expected
         assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": value}).items()))
-    assert lease.alive
+    assert lives(holder, lease)
     lease.revoke()
     recorder.wait_for_state({f"{root}/freed": "2"})
 
@@ -165,7 +165,7 @@ def test_somebody_elses_lease_that_comes_back(
     holder.add(f"{root}/stolen", "2")
     for _ in range(2):  # the session has acted on a check before it makes the next one
         assert looks_in_vain.acquire(timeout=LIMIT_S), "the session has not looked at the lease that is gone"
-    assert holder.grant_lease(30, lease_id=lease.id).alive
+    assert lives(holder, holder.grant_lease(30, lease_id=lease.id))
     assert holder.wait(f"{root}/a", LIMIT_S) == "1"
     assert holder.get(f"{root}/stolen") == "2"
 
@@ -244,12 +244,11 @@ def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: O
     recorder = Recorder()
     watching.watch(f"{root}/a", recorder)
     names = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3))
-    lease = names.grant_lease(5)
+    names.grant_lease(5)
     operations: list[Callable[[], object]] = [
         lambda: names.add(f"{root}/a", "1"),
         lambda: names.get(f"{root}/a"),
         lambda: names.grant_lease(5),
-        lambda: lease.refresh(),
         lambda: names.watch(f"{root}/a", recorder),
         lambda: names.wait(f"{root}/a", 0.3),
         lambda: open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)),

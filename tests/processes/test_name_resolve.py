@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, grant_left, lives, put, sessions
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names import interface
@@ -343,24 +343,22 @@ def test_entries_expire_when_nobody_refreshes(open_session: OpenSession, root: s
     recorder = Recorder()
     other.watch(root, recorder, subtree=True)
     kept = names.grant_lease(9)  # granted before the other lease, and outlives it
-    lease = names.grant_lease(9, keep_alive=False)  # lasts until the steps below are done
+    lease = grant_left(names, 9)  # lasts until the steps below are done
     names.add(f"{root}/kept", "k", lease=kept.id)
     names.add(f"{root}/a", "1", lease=lease.id)
     names.add(f"{root}/sub/b", "2", lease=lease.id)
     names.add(f"{root}/plain", "3", lease=lease.id)
     names.add(f"{root}/plain", "4", replace=True)  # no longer under the lease
     assert names.compare_and_swap(f"{root}/a", "1", "5")  # still under the lease
-    assert lease.alive
-    assert lease.refresh()
+    assert lives(names, lease)
     recorder.wait_for_state({f"{root}/kept": "k", f"{root}/plain": "4"})
     assert gone(f"{root}/a") in recorder.events
     assert gone(f"{root}/sub/b") in recorder.events
-    assert not lease.alive
-    assert not lease.refresh()
+    assert not lives(names, lease)
     lease.revoke()
     with pytest.raises(LeaseNotFound, match=f"{root}/b"):
         names.add(f"{root}/b", "1", lease=lease.id)
-    assert kept.alive
+    assert lives(names, kept)
     assert names.get_subtree(root) == {f"{root}/kept": "k", f"{root}/plain": "4"}
 
 
@@ -377,9 +375,9 @@ def test_a_lease_with_an_id_is_shared(open_session: OpenSession, root: str) -> N
     user.close()
     assert holder.get(f"{root}/a") == "1"  # the entry depends on the lease, not on the session
     lease.revoke()
-    assert not lease.alive
+    assert not lives(holder, lease)
     assert holder.get_subtree(root) == {}
-    assert holder.grant_lease(30, lease_id=lease_id).alive  # the id is free again
+    assert lives(holder, holder.grant_lease(30, lease_id=lease_id))  # the id is free again
 
 
 def test_close_revokes_kept_leases_and_ends_waits(
@@ -387,7 +385,7 @@ def test_close_revokes_kept_leases_and_ends_waits(
 ) -> None:
     monkeypatch.setattr(etcd_resolver, "_CLOSE_LIMIT_S", LIMIT_S)  # a slower close would leave the leases to expire
     names, other = open_session(), open_session()
-    kept, left = names.grant_lease(30), names.grant_lease(30, keep_alive=False)
+    kept, left = names.grant_lease(30), grant_left(names, 30)
     names.add(f"{root}/kept", "1", lease=kept.id)
     names.add(f"{root}/left", "1", lease=left.id)
     names.add(f"{root}/plain", "1")

@@ -111,7 +111,7 @@ class SimNameResolver(MemoryNameResolver):
         self._process.watches.append(watch)
         return watch
 
-    def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease:
+    def _grant_lease(self, ttl_s: float, lease_id: int | None) -> Lease:
         return Lease(self, self._store.grant_kept(ttl_s, lease_id), ttl_s)
 
     def _close(self) -> None:

@@ -249,35 +249,30 @@ class MemoryNameResolver(NameResolver):
             self._space.add_watch(watch)
         return watch
 
-    def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease:
+    def _grant_lease(self, ttl_s: float, lease_id: int | None) -> Lease:
         with self._space.locked():
             self._check_open()
             if lease_id is None:
                 lease_id = secrets.randbelow(2**63 - 1) + 1
             if lease_id in self._space.leases:
                 raise LeaseExists(f"lease {lease_id:#x} already exists")
-            self._space.grant(lease_id, ttl_s, math.inf if keep_alive else time.monotonic() + ttl_s)
-            if keep_alive:
-                self._kept.add(lease_id)
+            self._space.grant(lease_id, ttl_s, math.inf)
+            self._kept.add(lease_id)
         return Lease(self, lease_id, ttl_s)
-
-    def _refresh_lease(self, lease_id: int) -> bool:
-        with self._space.locked():
-            lease = self._space.leases.get(lease_id)
-            if lease is None:
-                return False
-            if lease.expires < math.inf:
-                lease.expires = time.monotonic() + lease.ttl_s
-            return True
 
     def _revoke_lease(self, lease_id: int) -> None:
         with self._space.locked():
             self._kept.discard(lease_id)
             self._space.revoke(lease_id)
 
-    def _lease_alive(self, lease_id: int) -> bool:
+    def lease_is_there(self, lease_id: int) -> bool:
         with self._space.locked():
             return lease_id in self._space.leases
+
+    def grant_left(self, lease_id: int, ttl_s: float) -> None:
+        """Grant a lease that no session refreshes."""
+        with self._space.locked():
+            self._space.grant(lease_id, ttl_s, time.monotonic() + ttl_s)
 
     def _close(self) -> None:
         with self._space.locked():

@@ -152,28 +152,17 @@ def refresh_interval(ttl_s: float, num_leases: int, longest_s: float) -> float:
 
 
 class Lease:
-    """A time to live that entries can be attached to. A lease granted with keep_alive is refreshed by its resolver."""
+    """A time to live that entries can be attached to. The session that has granted it refreshes it."""
 
     def __init__(self, resolver: NameResolver, lease_id: int, ttl_s: float) -> None:
         self.id = lease_id
         self.ttl_s = ttl_s  # time to live as granted; the backend may have rounded it up
         self._resolver = resolver
 
-    def refresh(self) -> bool:
-        """Restart the time to live. Returns False if the lease is gone, and its entries with it."""
-        self._resolver._check_open()
-        return self._resolver._refresh_lease(self.id)
-
     def revoke(self) -> None:
         """End the lease and delete its entries. Revoking a lease that is gone has no effect."""
         self._resolver._check_open()
         self._resolver._revoke_lease(self.id)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the store has the lease now (a round trip)."""
-        self._resolver._check_open()
-        return self._resolver._lease_alive(self.id)
 
 
 @dataclass(eq=False)
@@ -303,16 +292,15 @@ class NameResolver(ABC):
 
     # -------------------------------------------------------------------------------------------------------- leases
 
-    def grant_lease(self, ttl_s: float, *, lease_id: int | None = None, keep_alive: bool = True) -> Lease:
+    def grant_lease(self, ttl_s: float, *, lease_id: int | None = None) -> Lease:
         """Grant a new lease, with the given id if it is unused (LeaseExists). Its entries are deleted when it ends.
 
-        keep_alive: this session refreshes the lease until the session is closed. After an outage it grants the lease
-        again under the same id and restores its own entries (other sessions restore theirs). Without keep_alive the
-        lease expires unless `refresh` is called.
+        This session refreshes the lease until the session is closed. After an outage it grants the lease again under
+        the same id and restores its own entries (other sessions restore theirs).
         """
         self._check_open()
         _check_ttl(ttl_s, lease_id)
-        return self._grant_lease(ttl_s, lease_id, keep_alive)
+        return self._grant_lease(ttl_s, lease_id)
 
     def close(self) -> None:
         """End watches and waits, and revoke the leases kept alive. A second close has no effect."""
@@ -370,16 +358,10 @@ class NameResolver(ABC):
     def _adopt(self, key: str, value: str) -> None: ...
 
     @abstractmethod
-    def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease: ...
-
-    @abstractmethod
-    def _refresh_lease(self, lease_id: int) -> bool: ...
+    def _grant_lease(self, ttl_s: float, lease_id: int | None) -> Lease: ...
 
     @abstractmethod
     def _revoke_lease(self, lease_id: int) -> None: ...
-
-    @abstractmethod
-    def _lease_alive(self, lease_id: int) -> bool: ...
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -106,18 +106,11 @@ class EtcdNameResolver(NameResolver):
 
     # leases
 
-    def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease:
+    def _grant_lease(self, ttl_s: float, lease_id: int | None) -> Lease:
         chosen = secrets.randbelow(2**63 - 1) + 1 if lease_id is None else lease_id
         ttl = self._store.grant(chosen, math.ceil(ttl_s), again=False)
-        if keep_alive:
-            self._keeper.hold(chosen, ttl)
+        self._keeper.hold(chosen, ttl)
         return Lease(self, chosen, ttl)
-
-    def _refresh_lease(self, lease_id: int) -> bool:
-        return self._store.refresh([lease_id])[lease_id] > 0
-
-    def _lease_alive(self, lease_id: int) -> bool:
-        return self._store.lease_keys(lease_id) is not None
 
     def _revoke_lease(self, lease_id: int) -> None:
         self._keeper.release(lease_id)
