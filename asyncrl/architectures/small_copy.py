@@ -50,13 +50,15 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", 
 _SIZES = (
     (
         _HIDDEN,
-        "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim attention_hidden_size embedding_dim",
+        "hidden_size hidden_size_global d_model n_embd emb_dim embedding_size word_embed_proj_dim embedding_dim"
+        " adapter_in_dim adapter_out_dim adapter_input_size",
     ),
     (
         2 * _HIDDEN,
         "intermediate_size moe_intermediate_size shared_expert_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim"
         " shared_intermediate_size intermediate_size_mlp ffn_hidden_size expert_ffn_hidden_size dense_intermediate_size n_inner"
-        " dff dim_ff d_inner moe_shared_expert_intermediate_size shared_experts_intermediate_size feed_forward_size mamba_d_ssm",
+        " dff dim_ff d_inner moe_shared_expert_intermediate_size shared_experts_intermediate_size feed_forward_size mamba_d_ssm"
+        " attention_hidden_size",
     ),
     (
         _WIDTH,
@@ -65,9 +67,12 @@ _SIZES = (
         " linear_head_dim",
     ),
     (2 * _WIDTH, "qk_head_dim kv_lora_rank q_lora_rank attention_head_dim"),
-    (2 * _HEADS, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (2 * _HEADS, "mamba_n_heads mamba_num_heads"),
     (_HEADS, "linear_num_key_heads linear_num_value_heads linear_num_heads"),
-    (_VOCABULARY, "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size"),
+    (
+        _VOCABULARY,
+        "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_hash_byte_group_vocab",
+    ),
     (
         _POSITIONS,
         "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_source_positions"
@@ -87,6 +92,8 @@ _WINDOWS = (
     "floor_scale",
 )
 _LIMITS = (
+    (2 * _HEADS, "n_mamba_heads"),
+    (16, "chunk_size mamba_chunk_size"),  # tokens that a layer with a state computes at once
     (4, "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num"),
     (
         2,
@@ -141,6 +148,7 @@ def spread_weights(model: PreTrainedModel) -> None:
 
 
 def _shrink(values: dict[str, Any]) -> None:
+    original = dict(values)
     layers = next((number for name in _LAYERS if isinstance(number := values.get(name), int)), 0)
     heads = next((number for name in _HEAD_FIELDS if isinstance(number := values.get(name), int)), 0)
     kept = _num_layers(values, layers)
@@ -161,6 +169,19 @@ def _shrink(values: dict[str, Any]) -> None:
             values[name] = _ids_within(value)
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             values[name] = _small(name, value, heads)
+    for layer in (values.get("per_layer_config") or {}).values():
+        _shrink_layer(layer, original, values)
+
+
+def _shrink_layer(layer: dict[str, Any], original: Mapping[str, Any], small: Mapping[str, Any]) -> None:
+    """Give a layer sizes that are to those of the other layers as in the original. The parts of a head are as wide as the head."""
+    whole = {**original, **layer}
+    for name, value in layer.items():
+        if type(value) is int and small.get(name):
+            layer[name] = max(1, value * small[name] // original[name])
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+    if "head_dim" in whole and whole["head_dim"] == sum(whole.get(part) or 0 for part in parts):
+        layer["head_dim"] = sum({**small, **layer}[part] for part in parts)
 
 
 def _small(name: str, value: int, heads: int) -> int:
@@ -182,6 +203,9 @@ def _num_layers(values: Mapping[str, Any], number: int) -> int:
         {repr(kind) for kind in pattern[:kept]} != {repr(kind) for kind in pattern} for pattern in patterns
     ):
         kept += 1
+    sharing = [layer for pattern in patterns for layer, kind in enumerate(pattern) if kind == "hybrid"]  # their weights
+    if len(sharing) > 1 and sharing[1] < _MAX_LAYERS:
+        kept = max(kept, sharing[1] + 1)
     return kept
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -111,12 +111,28 @@ def check_architecture(task: Task) -> Result:
         except ConfigError as error:
             return Result(problem=str(error))
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
-            return Result(not_checked=f"no small copy of it can be made: {error!r}"[:300])
+            return _judge_original(task.path, error)
         try:
             _compare(task, model, Path(folder) / "run")
         except ConfigError as error:
             return Result(problem=str(error).replace(str(model), task.path))
     return Result()
+
+
+def _judge_original(path: str, error: Exception) -> Result:
+    """Check that transformers makes a model of this config.json, on a device without memory. error: of the small copy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.model.sharding import load_config
+
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            make(load_config(path, "lm"))
+    except Exception as refusal:  # the architecture's own code
+        return Result(f"model_path={path!r}: transformers makes no model of its config.json: {refusal!r}")
+    return Result(not_checked=f"no small copy of it can be made: {error!r}"[:300])
 
 
 def _check_names(path: str, config: PreTrainedConfig) -> None:

@@ -68,9 +68,10 @@ def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
     """Load the config with all dropout of values and of layers disabled: logprobs must be deterministic."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        parts = config, config.get_text_config()
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded(path, error) from error
-    for part in (config, config.get_text_config()):
+    for part in parts:
         for name, value in part.to_dict().items():
             if isinstance(value, float) and (name.endswith(("dropout", "_pdrop", "layerdrop")) or "dropout_" in name):
                 setattr(part, name, 0.0)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
+from asyncrl.architectures import small_copy
 from asyncrl.architectures.agreement import BOUND, SelfCheckError
 from asyncrl.architectures.attention import Pattern
 from asyncrl.architectures.small_copy import WINDOW, longest_window, save_small_copy, small_config
@@ -351,6 +352,16 @@ def test_the_same_config_gives_the_same_small_copy(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_small_copy_keeps_what_the_sizes_of_a_config_have_in_common() -> None:
+    small = small_config(CONFIG_MAPPING["zamba2"]())
+    assert small.attention_hidden_size == 2 * small.hidden_size
+    assert small_config(CONFIG_MAPPING["zamba"]()).layers_block_type.count("hybrid") == 2  # they share their weights
+    layer = small_config(CONFIG_MAPPING["dots3_note_text"]()).per_layer_config["sliding_attention"]
+    assert layer.head_dim == layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    layers = small_config(CONFIG_MAPPING["gemma4_text"]()).per_layer_config
+    assert layers["full_attention"].head_dim == 2 * layers["sliding_attention"].head_dim
+
+
 # --------------------------------------------------------------------------------------------------------------- the check
 
 
@@ -366,6 +377,32 @@ def test_check_judges_a_large_architecture_in_a_process_of_its_own(family: str, 
     assert (finding.name, finding.state) == ("architecture", state)
     if state == "fail":
         assert "Qwen3NextGatedDeltaNet" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("dbrx", "transformers makes no model of its config.json: .*rope_theta"),
+        ("musicgen", "Multiple valid text configs"),
+    ],
+)
+def test_a_config_of_which_transformers_makes_no_model_is_refused(family: str, told: str, tmp_path: Path) -> None:
+    result = check_architecture(Task(save_config(tmp_path, family), True, None))
+    assert re.match(f"model_path='{tmp_path}': .*{told}", result.problem)
+
+
+def test_a_model_of_which_only_a_small_copy_cannot_be_made_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an odd size")
+
+    monkeypatch.setattr(small_copy, "save_small_copy", refuse)
+    result = check_architecture(Task(save_config(tmp_path, "llama"), True, None))
+    assert (result.problem, result.not_checked) == (
+        "",
+        "no small copy of it can be made: AssertionError('an odd size')",
+    )
 
 
 def test_an_export_whose_tensors_mean_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
