@@ -54,9 +54,3 @@ ENGINES = {
 def traits_of(engine: str) -> EngineTraits:
     """The traits of an engine, also of `""`: the run has no generation servers."""
     return ENGINES[engine] if engine else EngineTraits()
-
-
-def scores_in_place(allocation: str) -> bool:
-    """Whether the engine that an allocation names scores texts while its requests are paused in place. True for an unknown engine,
-    which another check refuses."""
-    return ENGINES.get(allocation.partition(".")[0], EngineTraits()).scores_in_place

@@ -11,10 +11,9 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import ConfigError
+from asyncrl.config.errors import ConfigError
 
 
 def import_object(spec: str, what: str) -> Any:
@@ -26,7 +25,7 @@ def import_object(spec: str, what: str) -> Any:
     """
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name:
-        raise config_error(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
+        raise ConfigError(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
     if location.endswith(".py"):
         module = _import_file(location, what)
     else:
@@ -37,18 +36,7 @@ def import_object(spec: str, what: str) -> Any:
     except AttributeError:
         public = [known for known in vars(module) if not known.startswith("_")]
         has = f"it has {', '.join(sorted(public)) or 'nothing'}"
-        raise config_error(f"{what} {spec!r}: {location} has no {name!r}; {has}{_shadowed(location)}") from None
-
-
-def config_error(text: str) -> ConfigError:
-    """Create a ConfigError for the caller to raise.
-
-    Imports the config schema only when it is needed: the program that runs reward functions (judge_main.py) starts ten times faster
-    without it.
-    """
-    from asyncrl.config.schema import ConfigError
-
-    return ConfigError(text)
+        raise ConfigError(f"{what} {spec!r}: {location} has no {name!r}; {has}{_shadowed(location)}") from None
 
 
 def no_terminal(*_args: object, **_kwargs: object) -> None:
@@ -65,7 +53,7 @@ def _import_module(location: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
             text = f"{what}: there is no module {location!r} (looked in sys.path){_shadowed(location)}"
-            raise config_error(text) from error
+            raise ConfigError(text) from error
         raise  # the module exists; one of its own imports is missing
 
 
@@ -92,7 +80,7 @@ def _shadowed(location: str) -> str:
 def _import_file(location: str, what: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
-        raise config_error(f"{what}: there is no file {path}")
+        raise ConfigError(f"{what}: there is no file {path}")
     module_name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]

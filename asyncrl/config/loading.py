@@ -73,9 +73,7 @@ def _load(path: Path) -> Any:
 
 
 def _entries(read: Any, *, resolve: bool = False) -> dict[Any, Any]:
-    entries = OmegaConf.to_container(read, resolve=resolve, throw_on_missing=resolve)
-    assert isinstance(entries, dict)
-    return entries
+    return OmegaConf.to_container(read, resolve=resolve, throw_on_missing=resolve)  # type: ignore[return-value]
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:

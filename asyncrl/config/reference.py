@@ -156,10 +156,8 @@ def _comments() -> Mapping[str, Mapping[str, str]]:
 
 def _comment_of(entry: ast.AnnAssign, comments: Mapping[int, tuple[str, bool]]) -> str:
     """Return the comment of a field. comments: line number -> text of the comment, and whether it has a line of its own."""
-    above: list[str] = []
-    line = entry.lineno - 1
-    while line in comments and comments[line][1]:
-        above.insert(0, comments[line][0])
-        line -= 1
-    last = entry.end_lineno or entry.lineno
-    return " ".join([*above, *(comments[number][0] for number in range(entry.lineno, last + 1) if number in comments)])
+    first = entry.lineno
+    while first - 1 in comments and comments[first - 1][1]:
+        first -= 1
+    numbers = range(first, (entry.end_lineno or entry.lineno) + 1)
+    return " ".join(comments[number][0] for number in numbers if number in comments)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from asyncrl.config.engines import scores_in_place
+from asyncrl.config.engines import ENGINES, EngineTraits
 from asyncrl.config.fields import with_leaves
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
@@ -159,8 +159,11 @@ def _logprob_check(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     trainer's, which depends on the numerics of both. No check: a tolerance of 0."""
     weights, checks = config.weights, config.weights.verify_logprobs
     if checks is None:
-        in_place = config.generation.interrupt == "in_place"
-        checks = mode_of(config.mode).updates_servers and (not in_place or scores_in_place(config.allocation))
+        engine = ENGINES.get(
+            config.allocation.partition(".")[0], EngineTraits()
+        )  # another check refuses an unknown one
+        is_possible = config.generation.interrupt != "in_place" or engine.scores_in_place
+        checks = mode_of(config.mode).updates_servers and is_possible
     tolerance = weights.verify_tolerance
     if facts.on_gpu is not None:
         tolerance = (tolerance or (1e-3 if is_exact(config) else 0.3)) if checks else 0.0

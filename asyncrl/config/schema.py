@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.config.errors import ConfigError as ConfigError
 from asyncrl.config.limits import Rule, choice, limited, ruled
 from asyncrl.config.modes import MODES, mode_of
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
@@ -761,10 +762,6 @@ CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles bes
 EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
 
 
-class ConfigError(ValueError):
-    """The config cannot work; the message names field, value and remedy."""
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to sockets that are bound to this address."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
@@ -821,8 +818,7 @@ def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:
 
 def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:
     """The reward models by role: `reward` is train.reward_model, `reward_NAME` is train.reward_models.NAME."""
-    one = {} if train.reward_model is None else {REWARD: train.reward_model}
-    return one | {f"{REWARD}_{name}": model for name, model in train.reward_models.items()}
+    return {role: model for role, (_, model) in model_settings(train).items() if isinstance(model, RewardModelConfig)}
 
 
 def judges_by_group(ppo: PPOConfig) -> bool:

@@ -66,10 +66,9 @@ def fitting(layer: Mapping[Any, Any], written: str = "") -> tuple[dict[str, Any]
 def made_of(values: Mapping[Any, Any]) -> ExperimentConfig:
     """Return the config with these values, none of which is looked up any more. Raises ConfigError."""
     walk = _Walk("", makes=True)
-    config = walk.section(values, ExperimentConfig, "")
+    config: ExperimentConfig = walk.section(values, ExperimentConfig, "")
     if walk.wrong:
         raise ConfigError("\n".join(text for _, text in walk.wrong))
-    assert isinstance(config, ExperimentConfig)
     return config
 
 

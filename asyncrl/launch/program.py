@@ -27,7 +27,6 @@ from asyncrl.config.processes import (
     MasterWorkerConfig,
     MismatchConfig,
     ModelWorkerConfig,
-    PlacedMFC,
     RecorderConfig,
     ReplayerConfig,
     RolloutWorkerConfig,
@@ -37,7 +36,6 @@ from asyncrl.config.resolve import Facts, is_exact, resolve
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
-    EvalConfig,
     ExperimentConfig,
     TrainConfig,
     fetches_weights,
@@ -72,14 +70,6 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
-
-
-class _Kind(msgspec.Struct):
-    kind: str
-
-
-class _OfProcess(msgspec.Struct):
-    worker: _Kind
 
 
 @dataclass(frozen=True)
@@ -138,9 +128,10 @@ class _Run:
         self.eta = max_head_offpolicyness(config)
         self.train = config.train
         self.tokenizer_path = config.tokenizer_path or config.model_path
-        self.placements, self.mfcs = (
-            place(self.allocation, build_dataflow(self.train, config.mode)) if self.mode.trains else ([], _recording())
-        )
+        if self.mode.trains:
+            self.placements, self.mfcs = place(self.allocation, build_dataflow(self.train, config.mode))
+        else:  # the recorder has no model
+            self.placements, self.mfcs = [], [mfc.placed("") for mfc in build_recording_dataflow().mfcs.values()]
         self.models = models_of(self.placements, self.mfcs, self.train, config.model_path)
         self.heads = self.placements[0].heads if self.mode.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
@@ -215,14 +206,18 @@ class _Run:
 
     def master(self) -> MasterWorkerConfig:
         config, manager, trains = self.config, self.config.manager, self.mode.trains
+        train, evaluation = self.train, config.eval
+        if not trains:  # the weights do not change: nothing is saved, and they are evaluated at most once
+            train = replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
+            evaluation = replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
         return MasterWorkerConfig(
             worker=self._info("master", 0, 1),
             num_model_workers=self.allocation.num_model_workers if trains else 1,
             models=self.models,
             mfcs=self.mfcs,
             prompts=config.prompts,
-            train=self.train if trains else _without_saving(self.train),
-            eval=config.eval if trains else _only_at_start(config.eval),
+            train=train,
+            eval=evaluation,
             weights=config.weights,
             max_head_offpolicyness=self.eta,
             overdue=manager.overdue,
@@ -400,11 +395,11 @@ def parse_process_config(text: str) -> ProcessConfig:
     merged or looked up. Raises ValueError if the text is not the config of a process."""
     try:
         raw = safe_load(text)
-        kind = msgspec.convert(raw, _OfProcess).worker.kind
+        kind = raw["worker"]["kind"]
         if kind not in CONFIG_CLASSES:
             raise ValueError(f"worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
         config: ProcessConfig = msgspec.convert(raw, CONFIG_CLASSES[kind])
-    except (YAMLError, *DECODE_ERRORS) as error:
+    except (YAMLError, KeyError, TypeError, *DECODE_ERRORS) as error:
         raise ValueError(f"not a config of a process: {error}") from error
     if unknown := list(_unknown(raw, asdict(config))):
         raise ValueError(f"{config.worker.name} has no field {', '.join(unknown)}")
@@ -422,11 +417,6 @@ def _unknown(read: Any, known: Any, path: str = "") -> Iterator[str]:
     elif isinstance(read, list):
         for at, pair in enumerate(zip(read, known, strict=True)):
             yield from _unknown(*pair, f"{path}{at}.")
-
-
-def _recording() -> list[PlacedMFC]:
-    """MFCs of mode=rollout_only: the recorder has no model."""
-    return [mfc.placed("") for mfc in build_recording_dataflow().mfcs.values()]
 
 
 def num_devices(spec: ProcessSpec) -> int:
@@ -480,15 +470,6 @@ def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> Mism
     is_tight = is_exact(config) and not mode.replays and (own or traits_of(engine).is_embedded)
     kl, token, share = (1e-4, 1e-3, 0.01) if is_tight else (0.05, 0.5, 0.05)
     return MismatchConfig(action, temperature, kl, token, share)
-
-
-def _without_saving(train: TrainConfig) -> TrainConfig:
-    return replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
-
-
-def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
-    """Return an evaluation config for mode=rollout_only: evaluate at most once, at the start, because the weights do not change."""
-    return replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
 
 
 def _least_servers(left_out: Sequence[str]) -> int:

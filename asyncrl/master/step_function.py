@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from asyncrl.config.import_object import config_error, import_object
+from asyncrl.config.errors import ConfigError
+from asyncrl.config.import_object import import_object
 from asyncrl.master.handles import Batch, Call, Models
 from asyncrl.protocol.errors import RunEndedError
 
@@ -41,13 +42,13 @@ class StepFunction:
         if spec:
             found = import_object(spec, "train.step")
             if not inspect.iscoroutinefunction(found):
-                raise config_error(
+                raise ConfigError(
                     f"train.step={spec}: it is {found!r}; name a function `async def step(models, batch)`"
                 )
             try:
                 inspect.signature(found).bind(None, None)
             except TypeError as error:
-                raise config_error(f"train.step={spec}: {error}; it is called as step(models, batch)") from None
+                raise ConfigError(f"train.step={spec}: {error}; it is called as step(models, batch)") from None
             self._function = found
 
     async def run(self, models: Models, batch: Batch) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.import_object import config_error, import_object
+from asyncrl.config.errors import ConfigError
+from asyncrl.config.import_object import import_object
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # the largest float32: rewards travel as float32, where larger ones become infinite
@@ -30,7 +31,7 @@ class RewardFunction:
         (prompt, completion, answer). Errors raised by the user's module pass through."""
         function = import_object(spec, "reward")
         if not callable(function):
-            raise config_error(f"reward {spec!r} is {function!r}, which is not callable; name a function")
+            raise ConfigError(f"reward {spec!r} is {function!r}, which is not callable; name a function")
         _check_signature(spec, function)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(spec, function, is_async, _optional_arguments(function))
@@ -61,7 +62,7 @@ def _check_signature(spec: str, function: Callable[..., Any]) -> None:
     try:
         signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
     except TypeError as error:
-        raise config_error(
+        raise ConfigError(
             f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may also "
             f"accept the keywords {', '.join(OPTIONAL_ARGUMENTS)}"
         ) from None
