@@ -44,7 +44,7 @@ class Books:
     ) -> None:
         """data: None for a replay, which has no prompts. state: from the checkpoint that this attempt continues from."""
         self._config, self._data = config, data
-        self._journal, self._metrics = journal, metrics
+        self.journal, self._metrics = journal, metrics
         self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self.attempt = config.worker.attempt
         self.trains = mode_of(config.mode).trains
@@ -99,11 +99,7 @@ class Books:
     # ------------------------------------------------------------------------------------------------------------- the journal
 
     def note(self, event: str, **fields: object) -> None:
-        self._journal.write({"event": event, "attempt": self.attempt, **fields, "time": self._clock.time()})
-
-    def sync_journal(self) -> None:
-        """Block until all journal records are on disk."""
-        self._journal.sync()
+        self.journal.write({"event": event, "attempt": self.attempt, **fields, "time": self._clock.time()})
 
     def begin(self) -> None:
         """Record the start of the attempt, with all that an audit of the following records needs."""
@@ -196,7 +192,7 @@ class Books:
             for meta in metas
         ]
         record = {"event": "trained", "attempt": self.attempt, "step": self.step, "start": start, "end": end}
-        self._journal.write({**record, "groups": groups})
+        self.journal.write({**record, "groups": groups})
 
     def write_evaluation(self, step: int, results: Sequence[EvaluationResult], prefix: str = "") -> None:
         """Write the results of an evaluation. step: the step that produced the evaluated weights. prefix: of the modes' names."""

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from asyncrl.dataflow.redistribution import Holders, transfers
+from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.worker_groups import ONE_GROUP, WorkerGroups
 from asyncrl.protocol.calls import RedistribStep
 from asyncrl.protocol.fence import Fence
@@ -117,41 +117,33 @@ class StorageTracker:
 
     def __init__(self, groups: WorkerGroups = ONE_GROUP) -> None:
         self.groups = groups
-        self._holders: dict[str, dict[str, set[int]]] = {}
-        self._there: dict[str, dict[str, set[int]]] = {}
+        # Workers of the trainer group that hold the data, or to which a redistribution is sending it
+        self.holders: dict[str, dict[str, set[int]]] = {}
+        # Workers of all worker groups that have reported that they hold the data. Copies that a redistribution brought do not
+        # count, even after they have arrived, because workers do not report them
+        self.there: dict[str, dict[str, set[int]]] = {}
 
     def __len__(self) -> int:
         """Number of ids with data on any worker."""
-        return len(self._holders.keys() | self._there.keys())
-
-    @property
-    def holders(self) -> Holders:
-        """Workers of the trainer group that hold the data, or to which a redistribution is sending it."""
-        return self._holders
-
-    @property
-    def there(self) -> Holders:
-        """Workers of all worker groups that have reported that they hold the data. Copies that a redistribution brought do not
-        count, even after they have arrived, because workers do not report them."""
-        return self._there
+        return len(self.holders.keys() | self.there.keys())
 
     def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
         """A worker has reported that it holds these keys of these ids."""
         ids, keys = list(ids), list(keys)
-        _add(self._there, worker, ids, keys)
+        _add(self.there, worker, ids, keys)
         if self.groups.is_local(worker):
-            _add(self._holders, worker, ids, keys)
+            _add(self.holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:
         """Record redistributions that have been sent to all their workers: the targets count as holders."""
         for step in steps:
             for transfer in transfers(step):
                 for target in transfer.targets:
-                    _add(self._holders, target, transfer.ids, transfer.keys)
+                    _add(self.holders, target, transfer.ids, transfer.keys)
 
     def num_missing(self, group: str, workers: Iterable[int], keys: Sequence[str]) -> int:
         """Number of pairs (worker, key) of an id for which the worker lacks the key."""
-        held = self._holders.get(group, {})
+        held = self.holders.get(group, {})
         return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
 
     def forget(self, workers: Collection[int], keys: Collection[str] | None = None) -> None:
@@ -159,7 +151,7 @@ class StorageTracker:
 
         keys: only these; None: all.
         """
-        for held in self._there.values():
+        for held in self.there.values():
             for key, having in held.items():
                 if keys is None or key in keys:
                     having.difference_update(workers)
@@ -167,7 +159,7 @@ class StorageTracker:
     def discard(self, ids: Iterable[str], keys: Collection[str]) -> None:
         """These keys have been made again: the copies of all workers are out of date."""
         for group in ids:
-            for known in (self._holders, self._there):
+            for known in (self.holders, self.there):
                 for key in keys:
                     known.get(group, {}).pop(key, None)
 
@@ -175,13 +167,13 @@ class StorageTracker:
         """Return the ids of which some of these workers have reported that they hold these keys."""
         return {
             group
-            for group, held in self._there.items()
+            for group, held in self.there.items()
             if all(not held.get(key, set()).isdisjoint(workers) for key in keys)
         }
 
     def drop(self, ids: Iterable[str]) -> list[int]:
         """Forget ids. Returns the workers that hold data of them and must be notified."""
-        dropped = [held for group in ids for known in (self._holders, self._there) if (held := known.pop(group, None))]
+        dropped = [held for group in ids for known in (self.holders, self.there) if (held := known.pop(group, None))]
         return sorted({worker for held in dropped for workers in held.values() for worker in workers})
 
 
@@ -239,7 +231,7 @@ class AsyncIOSequenceBuffer:
         self._entries: dict[str, TrajectoryMeta] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._batch: tuple[str, ...] = ()  # or one part of it (train.streaming)
-        self._earlier: tuple[str, ...] = ()  # the parts of the batch that are done
+        self.earlier: tuple[str, ...] = ()  # the parts of the batch that are done (train.streaming)
         self._in_step = False
         self.num_changes = 0  # of the set of stored groups that are in no batch
         self._moved = asyncio.Event()  # set at such a change, and then replaced
@@ -250,7 +242,7 @@ class AsyncIOSequenceBuffer:
     @property
     def stored(self) -> list[TrajectoryMeta]:
         """Trajectories that are accepted and in no batch yet."""
-        batch = {*self._earlier, *self._batch}
+        batch = {*self.earlier, *self._batch}
         return [meta for ticket, meta in self._entries.items() if ticket not in batch]
 
     @property
@@ -301,30 +293,25 @@ class AsyncIOSequenceBuffer:
         keys = [frozenset(self._entries[ticket].keys) for ticket in tickets]
         return frozenset.intersection(*keys) if keys else frozenset()
 
-    @property
-    def earlier(self) -> tuple[str, ...]:
-        """The tickets of the parts of the batch that are done (train.streaming)."""
-        return self._earlier
-
     def begin_batch(self, tickets: Sequence[str]) -> None:
         """Set the batch of the next step, or its next part, in canonical order. Only a last part may be empty."""
         if self._in_step:
             raise RuntimeError("the previous batch is still in its step")
         missing = [ticket for ticket in tickets if ticket not in self._entries]
-        if missing or not (tickets or self._earlier):
+        if missing or not (tickets or self.earlier):
             raise ValueError(f"cannot form a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
         self._batch, self._in_step = tuple(tickets), True
 
     def end_part(self) -> None:
         """All MFCs have run on this part of the batch, and further parts follow."""
-        self._earlier += self._batch
+        self.earlier += self._batch
         self._batch, self._in_step = (), False
 
     def end_batch(self) -> None:
         """The step is over: its trajectories leave the buffer."""
-        for ticket in (*self._earlier, *self._batch):
+        for ticket in (*self.earlier, *self._batch):
             self.drop(ticket)
-        self._batch, self._earlier, self._in_step = (), (), False
+        self._batch, self.earlier, self._in_step = (), (), False
         self._note_change()
 
     def _note_change(self) -> None:

@@ -92,7 +92,7 @@ class Checkpointer:
         with self._services.trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
             replies = await saved
             if self._config.weights.fsync:  # the journal up to this checkpoint must be on disk before the checkpoint is
-                await asyncio.to_thread(self._books.sync_journal)
+                await asyncio.to_thread(self._books.journal.sync)
             commit = CommitCheckpoint(
                 folder=name_of(self._run_dir, path),
                 files=[file for reply in replies for file in reply.files],

@@ -223,7 +223,7 @@ class DetachedGroups:
                 number = again
 
     async def call(
-        self, what: str, incarnation: Incarnation, handlers: Sequence[Handler], body: CallBody | Sequence[CallBody]
+        self, incarnation: Incarnation, what: str, handlers: Sequence[Handler], body: CallBody | Sequence[CallBody]
     ) -> list[CallResult]:
         """Call workers of a group in this incarnation only. Raises GroupEndedError if the incarnation is over, or if the call fails
         at a worker: a failed call ends the worker, and the worker's end ends its group."""
@@ -251,7 +251,7 @@ class DetachedGroups:
             return 0.0
         workers, bodies = list(parts), [FetchData(parts=of) for of in parts.values()]
         if workers[0] in incarnation.group:
-            replies = await self.call(what, incarnation, workers, bodies)
+            replies = await self.call(incarnation, what, workers, bodies)
         else:
             replies = await self._caller.call(what, workers, bodies)
         if unfetched := next((reply.unfetched for reply in replies if reply.unfetched), ""):
@@ -280,7 +280,7 @@ class DetachedGroups:
             if self._ready.get(incarnation.group) != incarnation.number:
                 for model, (workers, body) in list(self.weights.items()):
                     if workers[0] in incarnation.group:
-                        await self.call(f"{model} to take weights", incarnation, workers, body)
+                        await self.call(incarnation, f"{model} to take weights", workers, body)
             self._ready[incarnation.group] = incarnation.number
 
     def _check(self, incarnation: Incarnation) -> None:

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
@@ -68,15 +67,12 @@ class ModelFunctionCall:
         call.after = tuple(after)
 
     async def run(self, step: PartOfStep, batch: Batch, call: Call) -> None:
-        async with self._own_turn():
+        # Calls of a function that has a state follow one another. Without a state they may run at the same time
+        async with contextlib.nullcontext() if self.home.state == {} else self._turn:
             moved = await self.home.run(step, call, await self._ready(step, batch, call))
         call.made.set()
         if moved is not None:
             await moved
-
-    def _own_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Calls of a function that has a state follow one another. Without a state they may run at the same time."""
-        return contextlib.nullcontext() if self.home.state == {} else self._turn
 
     async def _ready(self, step: PartOfStep, batch: Batch, call: Call) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""

@@ -165,7 +165,7 @@ class InDetachedGroup(Home):
         needed = {worker: part for rank, part in enumerate(body.parts) for worker in replicas[rank]}
         inputs = plan_fetches(needed, keys, tracker.there, self._detached.worker_groups.trainer)
         num_bytes = await self._fetch("inputs", inputs, incarnation)
-        return num_bytes, await self._detached.call(f"MFC {self.mfc.name}", incarnation, self.handlers, body)
+        return num_bytes, await self._detached.call(incarnation, f"MFC {self.mfc.name}", self.handlers, body)
 
     async def _fetch(self, which: str, transfers: Sequence[Transfer], incarnation: Incarnation) -> float:
         return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)

@@ -30,7 +30,6 @@ from asyncrl.protocol.calls import (
     CommitWeights,
     LoadCheckpoint,
     Ping,
-    Reallocate,
     SaveModel,
     WriteWeights,
 )
@@ -71,9 +70,8 @@ class ModelWorkers:
         self.caller, self.tracker = caller, tracker
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
-        self._generating = [mfc.model for mfc in mfcs if mfc.kind == "generate"]
+        self.generating = [mfc.model for mfc in mfcs if mfc.kind == "generate"]
         self._run_dir = Path(config.worker.run_dir)
-        self._refreshes_ref = config.train.ref.update_interval > 0
         self._logger = logger
         self._detached = DetachedGroups(
             self.worker_groups,
@@ -122,7 +120,7 @@ class ModelWorkers:
         which the checkpoint itself lacks. version: of the actor in the checkpoint."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
-        if self._refreshes_ref:
+        if self.hooks.train.ref.update_interval:
             refreshed = [name for name, model in self.models.items() if model.role == REF]
             await self.refresher.restore(shared, str(path), refreshed)
         for body in self.hooks.loaded():
@@ -140,12 +138,6 @@ class ModelWorkers:
     def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Call all workers of a model."""
         return self.caller.call(what, self.models[model].workers, body)
-
-    async def generate_with_average(self) -> None:
-        """mode=sync: copy the actor's moving average (train.ema) over the weights that generate, for an evaluation after the last
-        step. No later step may follow."""
-        copies = [Reallocate(source=EMA, target=model) for model in self._generating]
-        await asyncio.gather(*self.refresher.copy(copies))
 
     async def save(self, name: str) -> None:
         """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`, the moving average's
@@ -175,5 +167,5 @@ class ModelWorkers:
     async def _load_detached(self, group: Sequence[int]) -> None:
         what = "models to be loaded"
         await self._detached.repeated(
-            what, group, lambda incarnation: self._detached.call(what, incarnation, group, Ping())
+            what, group, lambda incarnation: self._detached.call(incarnation, what, group, Ping())
         )

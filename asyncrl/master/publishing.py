@@ -20,7 +20,7 @@ from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.rollouts import LONG_POLL_S, ManagerReports
-from asyncrl.protocol.calls import HoldWeights, WriteWeights
+from asyncrl.protocol.calls import HoldWeights, Reallocate, WriteWeights
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
@@ -63,7 +63,9 @@ class Publisher:
 
     async def serve_average(self) -> None:
         """Let the actor's moving average (train.ema) generate, for an evaluation after the last step. Raises WaitTimeoutError."""
-        await self._workers.generate_with_average()
+        # It is copied over the weights that generate, so no later step may follow
+        copies = [Reallocate(source=EMA, target=model) for model in self._workers.generating]
+        await asyncio.gather(*self._workers.refresher.copy(copies))
 
     async def keep(self, path: Path) -> None:
         """Save the weights after a bad batch in this folder, unless the version that the batch trained from is kept."""

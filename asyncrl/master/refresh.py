@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -25,12 +25,22 @@ from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
-from asyncrl.protocol.calls import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
+from asyncrl.protocol.calls import (
+    CallBody,
+    CallResult,
+    CommitCheckpoint,
+    LoadCheckpoint,
+    Reallocate,
+    ShareWeights,
+    TakeWeights,
+)
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
 from asyncrl.weights.form import WeightsError
 
 logger = logging.getLogger(__name__)
+
+_CallWorkers = Callable[[str, Sequence[int], CallBody], Awaitable[list[CallResult]]]
 
 
 class Refresher:
@@ -86,14 +96,14 @@ class Refresher:
             return
         target = self._placements[body.target]
         source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
-        await self._share(body.source, source)
+        await self._write(self._caller.call, self._placements[body.source], source)
 
         async def take(incarnation: Incarnation) -> str:
             await self._take(incarnation, target, source, body.share)
             if body.share == 1.0:
                 return source
             kept = f"{source}-taken-{incarnation.number}"  # its own name: an earlier incarnation may have left a part
-            await self._keep(incarnation, target, kept)
+            await self._write(partial(self._detached.call, incarnation), target, kept)
             return kept
 
         what = f"{body.target} to take weights of {body.source}"
@@ -146,28 +156,23 @@ class Refresher:
             return folder
         # No folder: at the checkpoint the model was in the trainer group, or had not been refreshed yet
         load = LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))
-        await self._detached.call(f"{model.name} of a checkpoint to be loaded", incarnation, incarnation.group, load)
+        await self._detached.call(incarnation, f"{model.name} of a checkpoint to be loaded", incarnation.group, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned
-        await self._keep(incarnation, model, kept)
+        await self._write(partial(self._detached.call, incarnation), model, kept)
         return kept
 
     async def _take(self, incarnation: Incarnation, target: ModelPlacement, folder: str, share: float) -> None:
         body = TakeWeights(model=target.name, folder=self._name(folder), share=share)
-        await self._detached.call(f"{target.name} to take weights", incarnation, target.workers, body)
+        await self._detached.call(incarnation, f"{target.name} to take weights", target.workers, body)
 
-    async def _share(self, model: str, folder: str) -> None:
-        """Write the weights of a model of the trainer group to this folder, and commit the folder."""
-        workers, name = self._placements[model].workers, self._name(folder)
-        body = ShareWeights(model=model, folder=name)
-        replies = await self._caller.call(f"weights of {model} to be written", workers, body)
-        await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(name, replies))
-
-    async def _keep(self, incarnation: Incarnation, model: ModelPlacement, folder: str) -> None:
-        """Write the weights of a detached model to this folder, and commit the folder."""
+    async def _write(self, call: _CallWorkers, model: ModelPlacement, folder: str) -> None:
+        """Write the weights of a model to this folder, and commit the folder. call: calls workers of the model's worker group."""
         name, workers = self._name(folder), model.workers
-        body = ShareWeights(model=model.name, folder=name)
-        replies = await self._detached.call(f"weights of {model.name} to be written", incarnation, workers, body)
-        await self._detached.call(f"{folder} to be complete", incarnation, workers[:1], _commit_of(name, replies))
+        replies = await call(
+            f"weights of {model.name} to be written", workers, ShareWeights(model=model.name, folder=name)
+        )
+        files = [file for reply in replies for file in reply.files]
+        await call(f"{folder} to be complete", workers[:1], CommitCheckpoint(folder=name, files=files))
 
     def _prune(self) -> None:
         """Remove folders that no model uses and no checkpoint refers to. Runs on a thread."""
@@ -180,7 +185,3 @@ class Refresher:
         for folder in self._folder.iterdir():
             if folder.name not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _commit_of(folder: str, replies: Sequence[CallResult]) -> CommitCheckpoint:
-    return CommitCheckpoint(folder=folder, files=[file for reply in replies for file in reply.files])

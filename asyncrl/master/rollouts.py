@@ -51,25 +51,28 @@ class ManagerReports:
             self._manager.replaced.clear()
             await self.report()
 
-    def consume(self, tickets: Sequence[str]) -> None:
-        """Add tickets that a step has trained to the next report."""
-        self._consumed.extend(tickets)
-
     async def report(
-        self, *, revoke: Sequence[str] = (), wait_s: float = 0.0, after_revision: int = -1, stop: bool = False
+        self,
+        *,
+        consumed: Sequence[str] = (),
+        revoke: Sequence[str] = (),
+        wait_s: float = 0.0,
+        after_revision: int = -1,
+        stop: bool = False,
     ) -> LedgerView:
-        """Report, and return the ledger. A manager that does not know this master gets a full report. stop: no further tickets are
-        needed."""
+        """Report, and return the ledger. A manager that does not know this master gets a full report. consumed: tickets that a step
+        has trained. stop: no further tickets are needed."""
+        self._consumed.extend(consumed)
         async with self._reporting:  # concurrent reports would send or remove the same consumed tickets twice
             progress = self._books.progress
             while True:  # at most two turns, unless managers keep restarting; each turn is bounded
-                consumed, full = list(self._consumed), self._full_report_due
+                to_report, full = list(self._consumed), self._full_report_due
                 view = await self._manager.post(
                     "/report",
                     MasterReport(
                         attempt=self._books.attempt,
                         trained_version=self._books.version.version,
-                        consumed=consumed,
+                        consumed=to_report,
                         stored=self._buffer.stored_tickets,
                         revoke=list(revoke),
                         rejected_seen=self._num_rejections_seen,
@@ -91,7 +94,7 @@ class ManagerReports:
                 if view.known:
                     break
                 self._num_rejections_seen = 0  # a new manager counts rejections from the start
-            del self._consumed[: len(consumed)]
+            del self._consumed[: len(to_report)]
             self._num_rejections_seen += len(view.rejected)
             self._books.reject(view.rejected, self._buffer.holds)
             self.servers = view.servers
@@ -267,8 +270,7 @@ class Rollouts(BatchSource):
             return await unless(self._leaving, report)
 
     async def trained(self, tickets: Sequence[str]) -> None:
-        self._reports.consume(tickets)
-        await self._reports.report()
+        await self._reports.report(consumed=tickets)
 
     async def end(self) -> None:
         await self._reports.report(stop=True)

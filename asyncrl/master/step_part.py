@@ -80,7 +80,7 @@ class PartOfStep:
         for model, reads in self._reads.items():
             wanted = _those_in(reads, keys)
             self._assign(model, ids, wanted)
-            steps += self._plan(model, wanted, self._ids)
+            steps += self._plan(self._needed(model), wanted)
         self._send(steps)
 
     def parts_for(self, mfc: MFCDef, batches: Sequence[Batch], moved_keys: Sequence[str]) -> list[list[str]]:
@@ -96,7 +96,7 @@ class PartOfStep:
                 return parts
         else:
             parts = self._dispatched(mfc, ids, batches)
-        self._send(self._plan_for(self._workers_of(mfc.model, parts), self.existing(moved_keys)))
+        self._send(self._plan(self._workers_of(mfc.model, parts), self.existing(moved_keys)))
         return parts
 
     def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
@@ -132,9 +132,12 @@ class PartOfStep:
     def move(self, keys: Collection[str], ids: Collection[str]) -> asyncio.Task[None]:
         """Send new keys of these groups to the workers that record them, and to all models of the trainer group that read them."""
         groups = frozenset(ids)
-        plans = [self._plan(model, _those_in(reads, keys), groups) for model, reads in self._reads.items()]
+        plans = [
+            self._plan(self._only(self._needed(model), groups), _those_in(reads, keys))
+            for model, reads in self._reads.items()
+        ]
         if self._records:
-            plans.append(self._plan_for(self._only(self._came_to, groups), list(keys)))
+            plans.append(self._plan(self._only(self._came_to, groups), list(keys)))
         return self._send([step for plan in plans for step in plan])
 
     async def read(self, ids: Sequence[str], key: str) -> list[list[list[float]]]:
@@ -162,11 +165,6 @@ class PartOfStep:
         missing = [self.tracker.num_missing(group, placement.replicas[rank], keys) for rank in ranks]
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
-    def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
-        """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them. Planned
-        moves count as done, so that the next plan can build on them."""
-        return self._plan_for(self._only(self._needed(model), groups), keys)
-
     def _needed(self, model: str) -> dict[int, list[str]]:
         """Return the ids of the batch that each worker of a model computes on."""
         return self._workers_of(model, self._parts[model, self._ids])
@@ -181,7 +179,8 @@ class PartOfStep:
             return needed
         return {worker: [group for group in ids if group in groups] for worker, ids in needed.items()}
 
-    def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
+    def _plan(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
+        """Plan the moves of these keys to the workers that need them. They count as done, so that the next plan builds on them."""
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
         self.tracker.apply(steps)
         return steps

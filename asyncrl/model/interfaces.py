@@ -113,16 +113,6 @@ class Engine(Ranks, Protocol):
         """The mean over all ranks of the model that have a value, such as those of the last stage; nan if none has. Collective."""
 
 
-class OneRank:
-    """Ranks for computing without an engine (`asyncrl-launch inspect`)."""
-
-    replica = 0
-    num_replicas = 1
-
-    def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
-        return np.asarray(values, np.float64)
-
-
 class Interface(ABC):
     """One MFC on one rank."""
 

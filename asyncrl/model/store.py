@@ -27,7 +27,6 @@ class DataStore:
         self.capacity = capacity
         self._groups: dict[str, SequenceSample] = {}
         self._copies: set[str] = set()
-        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -35,15 +34,6 @@ class DataStore:
 
     def __contains__(self, group_id: object) -> bool:
         return group_id in self._groups
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def ids(self) -> list[str]:
-        """Ids in order of arrival."""
-        with self._lock:
-            return list(self._groups)
 
     def put(self, sample: SequenceSample) -> str:
         """Store all groups of a sample or none. Returns "" or the obstacle: DUPLICATE (an id is already stored) or FULL."""
@@ -53,8 +43,7 @@ class DataStore:
                 return DUPLICATE
             if len(self._groups) - len(self._copies) + len(groups) > self.capacity:
                 return FULL
-            for group in groups:
-                self._set(group.ids[0], group)
+            self._groups.update((group.ids[0], group) for group in groups)
         return ""
 
     def amend(self, sample: SequenceSample) -> None:
@@ -80,8 +69,7 @@ class DataStore:
                 )
             merged = {i: self._groups[i].update(group) if i in self._groups else group for i, group in groups.items()}
             self._copies.update(new)
-            for group_id, group in merged.items():
-                self._set(group_id, group)
+            self._groups.update(merged)
 
     def select(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample | None:
         """Return these groups, in the given order, with these keys; None for no ids. A missing group or key raises ValueError."""
@@ -111,10 +99,4 @@ class DataStore:
             ids = list(ids)
             groups = [group for group_id in ids if (group := self._groups.pop(group_id, None)) is not None]
             self._copies.difference_update(ids)
-            self._num_bytes -= sum(group.num_bytes for group in groups)
         return len(groups)
-
-    def _set(self, group_id: str, group: SequenceSample) -> None:
-        old = self._groups.get(group_id)
-        self._num_bytes += group.num_bytes - (old.num_bytes if old is not None else 0)
-        self._groups[group_id] = group

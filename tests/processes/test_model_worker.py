@@ -279,7 +279,7 @@ async def test_what_the_master_does_not_accept_leaves_the_store(memory, tmp_path
         verdicts = [await world.push(*trajectory(ticket)) for ticket in ("good", "late", "again", "good")]
         assert [v.verdict for v in verdicts] == ["stored", "refused", "duplicate", "duplicate"]
         assert verdicts[1].reason == "stale"
-        assert worker.calls.store.ids() == ["good"]
+        assert ("good" in worker.calls.store, len(worker.calls.store)) == (True, 1)
         assert [meta.ticket_id for meta in world.accepted] == ["good"]
 
 
@@ -329,7 +329,7 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
             await asyncio.sleep(0.01)
         await world.call(ClearData(ids=["first"]))
         assert await second == STORED
-        assert worker.calls.store.ids() == ["second"]
+        assert ("second" in worker.calls.store, len(worker.calls.store)) == (True, 1)
 
 
 async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path):

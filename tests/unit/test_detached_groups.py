@@ -250,7 +250,7 @@ class MasterOfGroups(Master):
             await self.detached.repeated(
                 "clear",
                 group,
-                lambda incarnation: self.detached.call("-", incarnation, incarnation.group, body),
+                lambda incarnation: self.detached.call(incarnation, "-", incarnation.group, body),
             )
         return result
 
@@ -373,7 +373,7 @@ async def test_every_wait_for_a_group_that_does_not_return_has_a_limit_and_a_nam
         await asyncio.gather(*world.beside)
         with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
             await master.detached.repeated(
-                "a ping", (2,), lambda incarnation: master.detached.call("a ping", incarnation, [2], [Ping()])
+                "a ping", (2,), lambda incarnation: master.detached.call(incarnation, "a ping", [2], [Ping()])
             )
 
         async def fail(incarnation):

@@ -314,7 +314,8 @@ def _advantages(
             notes.append(
                 f"advantages are normalised over {len(samples)} of the batch's {trajectory.header.batch} groups"
             )
-    from asyncrl.model.interfaces import AdvantagesInterface, LocalBatch, OneRank  # imports torch
+    from asyncrl.model.cpu_ranks import CpuRanks  # imports torch
+    from asyncrl.model.interfaces import AdvantagesInterface, LocalBatch
 
     interface = AdvantagesInterface(build_dataflow(master.train).mfcs["advantages"], master.train)
     missing = sorted({key for sample in samples for key in interface.keys if key not in sample.keys})
@@ -330,7 +331,7 @@ def _advantages(
     batch = LocalBatch.make(
         SequenceSample.gather([sample.select_keys(interface.keys) for sample in samples]), interface.keys
     )
-    made, _ = interface.compute(OneRank(), batch)
+    made, _ = interface.compute(CpuRanks("inspect", None), batch)
     whole: Array = made.advantages_T.numpy()
     return whole[: trajectory.sample.total_tokens()]
 
