@@ -113,7 +113,7 @@ def snapshot(models: Mapping[str, TrainEngine], *, moments: bool = True) -> Snap
         mine = set(plan_writers(holdings, sizes)[this_worker()])
         steps = result.worker.steps[model_name] = {}
         for name, tensor in tensors.items():
-            state = _optimizer_state(model, tensor) if moments else {}
+            state = model.optimizer.state.get(tensor, {}) if moments and model.optimizer is not None else {}
             if state:
                 steps[name] = float(state["step"])
             if name not in mine:
@@ -265,11 +265,6 @@ def _load_model(
 
 
 # ---------------------------------------------------------------------------------------------------------------- inside
-
-
-def _optimizer_state(model: TrainEngine, tensor: Tensor) -> dict[str, Any]:
-    """Optimizer state of one parameter; empty before the first step."""
-    return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 
 
 def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:

@@ -39,9 +39,11 @@ from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.logprob_check import EXACT, TextScorer
+from asyncrl.model.sharding import persistent_buffers
 from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
+    MAX_BYTES,
     carry,
     exchange_holdings,
     holding_of,
@@ -82,10 +84,9 @@ from asyncrl.weights.versions import (
 )
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_MAX_BYTES = 256_000_000  # in transit at one rank at any time
 
 
-def take_share(model: TrainEngine, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
+def take_share(model: TrainEngine, *, max_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
     """Copy this rank's share of the model's whole tensors to the CPU, in the dtype of exports and in the model's order.
 
     Collective over all ranks of the model. Every tensor is in exactly one share, owned by a rank of the tensor's stage. Shares of
@@ -100,7 +101,7 @@ def take_share(model: TrainEngine, *, max_bytes: int = _MAX_BYTES) -> dict[str, 
 
 
 def take_buckets(
-    model: TrainEngine, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES
+    model: TrainEngine, bucket_bytes: int, *, max_bytes: int = MAX_BYTES
 ) -> tuple[list[Bucket], list[list[TensorSpecs]]]:
     """Like take_share, in buckets for a broadcast (update_group.py). Also returns the specs of the buckets of each rank of the
     model, in the order of its ranks."""
@@ -165,9 +166,8 @@ def exported_specs(model: PreTrainedModel) -> TensorSpecs:
 
 def _stored(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """These parameters, and the model's persistent buffers."""
-    persistent = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {name: tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
+    tensors = {**parameters, **dict(persistent_buffers(model))}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

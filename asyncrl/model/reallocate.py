@@ -17,6 +17,7 @@ from torch import Tensor
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
+    MAX_BYTES,
     carry,
     exchange,
     holding_of,
@@ -25,8 +26,6 @@ from asyncrl.model.tensor_exchange import (
     transport_device,
 )
 from asyncrl.weights.update_group import dtype_of
-
-_MAX_BYTES = 256_000_000
 
 
 class _HeldShards(msgspec.Struct, frozen=True):
@@ -43,7 +42,7 @@ def reallocate(
     *,
     workers: Sequence[int],
     share: float = 1.0,
-    max_bytes: int = _MAX_BYTES,
+    max_bytes: int = MAX_BYTES,
 ) -> int:
     """Copy the weights (share=1) or average them. Returns the number of bytes that this worker sent.
 

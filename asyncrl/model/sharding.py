@@ -195,7 +195,7 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
     long as the function exists.
     """
     needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
-    needed += [name for name, _ in _persistent_buffers(skeleton.model)]
+    needed += [name for name, _ in persistent_buffers(skeleton.model)]
     files = _safetensors(path)
     if any(name not in files for name in needed):
         whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
@@ -265,7 +265,7 @@ def _safetensors(path: str | Path) -> dict[str, Path]:
         raise _cannot_be_loaded(path, error) from error
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     persistent = model.state_dict(keep_vars=True)
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
@@ -317,7 +317,7 @@ class Filler:
 
     def fill_buffers(self) -> None:
         model = self.skeleton.model
-        persistent = dict(_persistent_buffers(model))
+        persistent = dict(persistent_buffers(model))
         for prefix, module in model.named_modules():
             own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
             computed = []

@@ -23,6 +23,7 @@ from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.shards import Box, Holding, Move, Piece
 
+MAX_BYTES = 256_000_000  # in transit at one rank at any time
 _ALIGNMENT = 8  # in bytes, of every part in a buffer, so that it can be viewed in its own dtype
 CPU = torch.device("cpu")
 
