@@ -28,6 +28,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any, Literal, TypedDict
 
@@ -573,6 +574,7 @@ FORMAT = 1  # of the header
 DEFAULT_MAX_BYTES = 1_000_000_000
 MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; a hostile header takes up to 64 times its size in memory
 _DTYPES = {name: np.dtype(name) for name in DTYPES}
+_MAX_REMEMBERED_BYTES = 4096  # longer encoded keys are not cached, so that a hostile sender cannot fill our memory
 _BOOL = _DTYPES["bool"]
 
 
@@ -586,11 +588,12 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     format: int
     ids: list[str]
     lengths: list[SeqLens]
-    keys: list[_Key]
+    keys: msgspec.Raw  # list[_Key]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_keys_decoder = msgspec.msgpack.Decoder(list[_Key])
 
 
 def shared_lengths(seqlens: Mapping[str, SeqLens]) -> tuple[list[SeqLens], dict[str, int]]:
@@ -607,7 +610,8 @@ def encode_sample(sample: SequenceSample) -> tuple[bytes, list[memoryview]]:
     lengths, index_of = shared_lengths(sample.seqlens)
     keys = [_Key(key, DTYPE_NAMES[array.dtype], index_of[key]) for key, array in sample.data.items()]
     frames = [np.ascontiguousarray(array).data for array in sample.data.values()]
-    return _encoder.encode(_Header(FORMAT, list(sample.ids), lengths, keys)), frames
+    header = _Header(FORMAT, list(sample.ids), lengths, msgspec.Raw(_encoder.encode(keys)))
+    return _encoder.encode(header), frames
 
 
 def decode_sample(header: Any, frames: Sequence[Any], *, max_bytes: int = DEFAULT_MAX_BYTES) -> SequenceSample:
@@ -616,33 +620,52 @@ def decode_sample(header: Any, frames: Sequence[Any], *, max_bytes: int = DEFAUL
     `header` and `frames` are bytes or anything with the buffer protocol (e.g. a zmq.Frame).
     """
     head = _decode_header(header, max_bytes)
-    ids = tuple(head.ids)
+    ids, encoded = tuple(head.ids), bytes(head.keys)
+    keys = _read_keys(encoded) if len(encoded) <= _MAX_REMEMBERED_BYTES else _read_keys.__wrapped__(encoded)
     buffers = [_as_bytes(frame, i) for i, frame in enumerate(frames)]
-    if len(buffers) != len(head.keys):
-        raise CodecError(f"{len(buffers)} frames for {len(head.keys)} keys")
-    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    if len(buffers) != len(keys):
+        raise CodecError(f"{len(buffers)} frames for {len(keys)} keys")
+    num_bytes = sum([buffer.nbytes for buffer in buffers])
     if num_bytes > max_bytes:
         raise CodecError(f"the frames have {num_bytes} bytes, at most {max_bytes} are accepted")
     data: dict[str, Array] = {}
     seqlens: dict[str, SeqLens] = {}
     counts: dict[int, int] = {}  # by index into the header's lengths
     try:
-        for key, buffer in zip(head.keys, buffers, strict=True):
-            if key.name in data:
-                raise CodecError(f"a key occurs twice: {key.name!r}")
-            if not 0 <= key.lengths < len(head.lengths):
+        for (name, dtype, at), buffer in zip(keys, buffers, strict=True):
+            if at >= len(head.lengths):
                 raise CodecError(
-                    f"key {key.name!r}: the lengths index {key.lengths} is out of range; the header has {len(head.lengths)} lengths"
+                    f"key {name!r}: the lengths index {at} is out of range; the header has {len(head.lengths)} lengths"
                 )
-            seqlens[key.name] = head.lengths[key.lengths]
-            if key.lengths not in counts:
-                counts[key.lengths] = sum(map(sum, _plain_lengths(key.name, ids, seqlens[key.name])))
-            data[key.name] = _own(key, counts[key.lengths], buffer)
+            seqlens[name] = head.lengths[at]
+            if at not in counts:
+                counts[at] = sum(map(sum, _plain_lengths(name, ids, head.lengths[at])))
+            data[name] = _own(name, dtype, counts[at], buffer)
         return SequenceSample.of_decoded(ids, seqlens, data)
     except CodecError:
         raise
     except ValueError as error:
         raise CodecError(str(error)) from error
+
+
+@lru_cache(maxsize=16)  # a run has only a few combinations of keys
+def _read_keys(encoded: bytes) -> list[tuple[str, DType, int]]:
+    """Name, dtype and index into the header's lengths of each key."""
+    try:
+        keys = _keys_decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CodecError(f"the header cannot be read: {error}") from error
+    if len({key.name for key in keys}) != len(keys):
+        raise CodecError(f"a key occurs twice: {sorted(key.name for key in keys)}")
+    for key in keys:
+        spec = spec_of(key.name)
+        if key.dtype not in _DTYPES:
+            raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
+        if key.lengths < 0:
+            raise CodecError(f"key {key.name!r}: the lengths index {key.lengths} is out of range")
+        if spec is not None and _DTYPES[key.dtype] != spec.dtype:
+            raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
+    return [(key.name, _DTYPES[key.dtype], key.lengths) for key in keys]
 
 
 def _decode_header(header: Any, max_bytes: int) -> _Header:
@@ -651,7 +674,7 @@ def _decode_header(header: Any, max_bytes: int) -> _Header:
     if buffer.nbytes > limit:
         raise CodecError(f"the header has {buffer.nbytes} bytes, at most {limit} are accepted")
     try:
-        head = _decoder.decode(buffer)
+        head = _header_decoder.decode(buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"the header cannot be read: {error}") from error
     if head.format != FORMAT:
@@ -659,24 +682,19 @@ def _decode_header(header: Any, max_bytes: int) -> _Header:
     return head
 
 
-def _own(key: _Key, count: int, buffer: memoryview) -> Array:
+def _own(name: str, dtype: DType, count: int, buffer: memoryview) -> Array:
     """Copy the values of a key. The frame has their size before memory is allocated; Python's integers do not overflow."""
-    dtype, spec = _DTYPES.get(key.dtype), spec_of(key.name)
-    if dtype is None:
-        raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
-    if spec is not None and dtype != spec.dtype:
-        raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
     expected = count * dtype.itemsize
     if buffer.nbytes != expected:
         raise CodecError(
-            f"key {key.name!r}: {count} values of {dtype} take {expected} bytes, its frame has {buffer.nbytes}"
+            f"key {name!r}: {count} values of {dtype} take {expected} bytes, its frame has {buffer.nbytes}"
         )
     array: Array = np.empty(count, dtype)
     if count:
         array.data.cast("B")[:] = buffer
         # A bool must be stored as 0 or 1: numpy treats a stored 2 as neither True nor False.
         if dtype is _BOOL and (largest := np.maximum.reduce(array.view(np.uint8))) > 1:
-            raise CodecError(f"key {key.name!r}: a bool is {largest}; only 0 and 1 are bools")
+            raise CodecError(f"key {name!r}: a bool is {largest}; only 0 and 1 are bools")
     return array
 
 
