@@ -404,8 +404,8 @@ def publish_version(run_dir: Path) -> None:
 
 def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
     from asyncrl.config.schema import NameResolveConfig
+    from asyncrl.runtime.names.etcd.resolver import open_name_resolver
     from asyncrl.runtime.names.etcd.server import EtcdServer
-    from asyncrl.runtime.names.open import open_name_resolver
 
     _prepare(-1)
     late: list[float] = []
@@ -455,8 +455,8 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
     """The launcher's work for each process of a run: keep a lease, put a status."""
     from asyncrl.config.schema import NameResolveConfig
+    from asyncrl.runtime.names.etcd.resolver import open_name_resolver
     from asyncrl.runtime.names.etcd.server import EtcdServer
-    from asyncrl.runtime.names.open import open_name_resolver
 
     with EtcdServer(folder / "etcd_leases", folder / "etcd_leases.log") as server:
         config = NameResolveConfig(endpoints=[server.endpoint], timeout_s=60.0)

@@ -26,6 +26,7 @@ from asyncrl.protocol.names import Names, incarnation
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
     Lease,
@@ -37,7 +38,6 @@ from asyncrl.runtime.names.interface import (
     WatchCallback,
     WatchEvent,
 )
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0

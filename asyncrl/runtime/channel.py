@@ -304,14 +304,14 @@ class ChannelSender:
         if self._failure is not None:
             raise self._failure
         message = _Message(header, frames, read, self._loop.create_future())
-        self._check_size(message, self._runtime.max_message_bytes)
+        if message.nbytes > self._runtime.max_message_bytes:
+            raise self._too_large(message, self._runtime.max_message_bytes)
         return message
 
-    def _check_size(self, message: _Message, max_bytes: int) -> None:
-        if message.nbytes > max_bytes:
-            raise ChannelRefused(
-                f"a message of {message.nbytes} bytes to {self.peer}: runtime.max_message_bytes is {max_bytes}"
-            )
+    def _too_large(self, message: _Message, max_bytes: int) -> ChannelRefused:
+        return ChannelRefused(
+            f"a message of {message.nbytes} bytes to {self.peer}: runtime.max_message_bytes is {max_bytes}"
+        )
 
     def _admit(self, message: _Message) -> None:
         out = self._window.admit(message, message.nbytes, self._loop.time())
@@ -323,11 +323,8 @@ class ChannelSender:
     def _transmit(self, out: Outgoing[_Message], link: _Link) -> None:
         message, endpoint = out.item, link.endpoint
         if message.nbytes > endpoint.max_message_bytes:
-            try:
-                self._check_size(message, endpoint.max_message_bytes)
-            except ChannelRefused as error:
-                self._window.settle(out.seq, self._loop.time())
-                message.fail(error)
+            self._window.settle(out.seq, self._loop.time())
+            message.fail(self._too_large(message, endpoint.max_message_bytes))
             return
         packed = pack(message.frames, message.sizes)
         if message.digest is None:

@@ -61,15 +61,8 @@ class JsonLinesWriter:
             os.fsync(self._file.fileno())
 
     def write_lines(self, lines: Sequence[bytes]) -> None:
-        """Write encoded lines. If that fails, truncate the file to its previous size, so that no part of them remains."""
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            with writing(self._path):
-                _write_all(self._file, b"".join(lines))
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
-            raise
+        """Write encoded lines. If that fails, no part of them remains."""
+        _append(self._path, self._file, b"".join(lines))
 
     def close(self) -> None:
         self._file.close()
@@ -150,16 +143,7 @@ class EventFile:
         length = struct.pack("<Q", len(event))
         ends = [struct.pack("<I", _masked_crc32c(part)) for part in (length, event)]
         data = length + ends[0] + event + ends[1]
-        write_when_there_is_room(self._path, lambda: self._write(data), self._failures)
-
-    def _write(self, data: bytes) -> None:
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            _write_all(self._file, data)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
-            raise
+        write_when_there_is_room(self._path, lambda: _append(self._path, self._file, data), self._failures)
 
 
 def _open(path: Path, mode: Literal["ab", "a+b"]) -> io.FileIO:
@@ -240,11 +224,19 @@ def _end_of_lines(file: int) -> int:
     return 0
 
 
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    """Write everything. An almost full disk may accept only a part and refuse the rest at the next write."""
+def _append(path: Path, file: io.FileIO, data: bytes) -> None:
+    """Write everything. An almost full disk may accept only a part and refuse the rest at the next write. Then truncate the file to
+    its previous size, so that no part of the data remains. Raises StorageError."""
+    before = os.fstat(file.fileno()).st_size
     left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    try:
+        with writing(path):
+            while left:
+                left = left[file.write(left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(before)
+        raise
 
 
 class JsonLinesReader:

@@ -15,8 +15,8 @@ from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.http_server import Listen, listen_http
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.transport import Transport
 
 STATUS_FD_ENV = "ASYNCRL_STATUS_FD"

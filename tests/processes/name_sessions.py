@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import NameResolveConfig
-from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
+from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver, open_name_resolver
 from asyncrl.runtime.names.etcd.store import EtcdStore
 from asyncrl.runtime.names.interface import Lease, NameResolver, WatchEvent
-from asyncrl.runtime.names.open import open_name_resolver
 from tests.support.memory_names import MemoryNameResolver
 
 LIMIT_S = 30.0  # for waits that should take a second or two, on a busy machine

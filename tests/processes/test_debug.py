@@ -13,8 +13,8 @@ from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 100.0

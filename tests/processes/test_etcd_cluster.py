@@ -12,9 +12,8 @@ from name_sessions import LIMIT_S, Recorder, Refreshes, gone, lives, patient, pu
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.etcd.leases import LeaseIntervals
-from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
+from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver, open_name_resolver
 from asyncrl.runtime.names.etcd.server import find_etcd
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.ports import free_ports
 
 pytestmark = pytest.mark.timeout(240)

@@ -15,9 +15,9 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
 from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord
 from asyncrl.protocol.names import Names, incarnation
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameEntryNotFound
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets, write_secrets
 
 pytestmark = pytest.mark.timeout(240)

@@ -24,8 +24,8 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import wait_until
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import tail_of
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 

@@ -19,6 +19,7 @@ from name_sessions import LIMIT_S, OpenSession, Recorder, gone, grant_left, live
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names import interface
 from asyncrl.runtime.names.etcd import resolver as etcd_resolver
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, find_etcd
 from asyncrl.runtime.names.interface import (
     MAX_NAME_BYTES,
@@ -33,7 +34,6 @@ from asyncrl.runtime.names.interface import (
     WatchEvent,
     normalize_name,
 )
-from asyncrl.runtime.names.open import open_name_resolver
 from tests.support.memory_names import MemoryNameResolver, open_names
 
 
@@ -454,7 +454,7 @@ def test_a_lagging_memory_watch_keeps_the_newest_of_each_key(root: str) -> None:
 
 def test_modules_load_neither_grpc_nor_torch() -> None:
     program = (
-        "import sys, asyncrl.runtime.names.open, asyncrl.runtime.names.etcd.resolver, asyncrl.runtime.names.etcd.server\n"
+        "import sys, asyncrl.runtime.names.etcd.resolver, asyncrl.runtime.names.etcd.server\n"
         "from asyncrl.runtime.names.etcd.api import load_api\n"
         "assert not {'grpc', 'etcd3', 'google.protobuf', 'torch', 'numpy'} & set(sys.modules)\n"
         "load_api()\n"

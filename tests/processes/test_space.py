@@ -18,7 +18,7 @@ from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkCo
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
 from tests.support.live_runs import told_by
 

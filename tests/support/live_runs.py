@@ -16,7 +16,7 @@ from asyncrl.launch.rundir import read_record
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
-from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal
 from tests.support.process_wide import sockets_in
 

@@ -39,9 +39,9 @@ from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, Ping
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.streams.request_reply import NameResolvingRequestClient
 from tests.support.executors import executor_of

@@ -99,7 +99,7 @@ def test_tensorboard_events_are_written_without_torch(tmp_path):
 
 
 def test_name_resolve_imports_etcd3_only_when_it_is_opened():
-    assert imported_by("import asyncrl.runtime.names.open", ["grpc", "etcd3"]) == "[]"
+    assert imported_by("import asyncrl.runtime.names.etcd.resolver", ["grpc", "etcd3"]) == "[]"
 
 
 FLOORS = {

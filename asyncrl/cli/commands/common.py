@@ -29,8 +29,8 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]

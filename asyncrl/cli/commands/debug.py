@@ -29,9 +29,9 @@ from asyncrl.launch.worker_main import end_process, join_network, make_worker
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import wait_until
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import configure_logging, run_worker
 
 _LOOK_EVERY_S = 1.0

@@ -26,8 +26,8 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.names.etcd.resolver import open_name_resolver
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import die_with_parent
 
 _LOOK_S = 0.5

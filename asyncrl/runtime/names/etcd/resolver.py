@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Sequence
 
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.etcd.access import UNRESTRICTED, EtcdAccess
 from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals, LeaseKeeper
 from asyncrl.runtime.names.etcd.store import EtcdStore, below, one_key
@@ -123,3 +124,10 @@ class EtcdNameResolver(NameResolver):
         for watch in self._watches:
             assert isinstance(watch, EtcdWatch)
             watch.join(_CLOSE_LIMIT_S)
+
+
+def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> EtcdNameResolver:
+    """Open the resolver for a config. It uses the first endpoint that answers, and another one if that endpoint fails.
+    limit_s: limit for reaching an endpoint (default: config.timeout_s).
+    """
+    return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))
