@@ -405,7 +405,7 @@ def publish_version(run_dir: Path) -> None:
 def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
     from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-    from asyncrl.runtime.names.etcd.server import EtcdServer
+    from tests.support.etcd_server import EtcdServer
 
     _prepare(-1)
     late: list[float] = []

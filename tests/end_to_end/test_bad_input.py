@@ -13,11 +13,11 @@ from whole_runs import resumed
 
 from asyncrl.cli import main as cli
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, recover_dir, verify
 from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import list_versions, role_dir, verify_version, version_dir
+from tests.support.etcd_server import EtcdServer
 
 LIMIT_S = 300.0  # limit for one run, on a busy machine
 

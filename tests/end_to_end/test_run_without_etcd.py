@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from whole_runs import Gate, assert_each_prompt_trained_once
 
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+from tests.support.etcd_server import EtcdServer
 from tests.support.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run
 from tests.support.paced_workers import Pace
 

@@ -32,7 +32,8 @@ from asyncrl.launch.rundir import (
 from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
+from asyncrl.runtime.names.etcd.server import EtcdServerError
+from tests.support.etcd_server import EtcdServer
 
 RECORD = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=["h:1"], started=3.0)
 

@@ -14,8 +14,8 @@ from asyncrl.launch.rundir import RunLock
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import make_tiny_run
+from tests.support.etcd_server import EtcdServer
 
 LIMIT_S = 100.0
 

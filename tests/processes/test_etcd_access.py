@@ -18,8 +18,9 @@ from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.names.etcd.access import EtcdAccess, Login
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls, find_etcd
+from asyncrl.runtime.names.etcd.server import EtcdTls, find_etcd
 from asyncrl.runtime.names.interface import NameEntryExists, NameResolveError, NameResolveTimeout
+from tests.support.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.timeout(120)
 FAST = ["--unsafe-no-fsync", "--auth-token", "simple"]

@@ -34,9 +34,9 @@ from asyncrl.runtime.names.etcd.access import UNRESTRICTED
 from asyncrl.runtime.names.etcd.api import load_api
 from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals
 from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver, open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.etcd.store import EtcdStore, KeyRange, WatchStream, below
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolver, NameResolveTimeout
+from tests.support.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.timeout(120)
 NOT_A_HANG_S = 12.0  # gRPC itself gives up a frozen server after 15 s

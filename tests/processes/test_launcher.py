@@ -25,9 +25,9 @@ from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.process import tail_of
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
+from tests.support.etcd_server import EtcdServer
 
 WORKERS = ["generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"]
 LIMIT_S = 100.0  # for one wait, on a busy machine

@@ -20,7 +20,7 @@ from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names import interface
 from asyncrl.runtime.names.etcd import resolver as etcd_resolver
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, find_etcd
+from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.runtime.names.interface import (
     MAX_NAME_BYTES,
     MAX_VALUE_BYTES,
@@ -34,6 +34,7 @@ from asyncrl.runtime.names.interface import (
     WatchEvent,
     normalize_name,
 )
+from tests.support.etcd_server import EtcdServer
 from tests.support.memory_names import MemoryNameResolver, open_names
 
 

@@ -9,11 +9,12 @@ from aiohttp import web
 from asyncrl.runtime import security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.http_server import listen_routes
-from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls
+from asyncrl.runtime.names.etcd.server import EtcdTls
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
 from asyncrl.weights.update_group import serve_store
 from tests.support import scanner
+from tests.support.etcd_server import EtcdServer
 from tests.support.process_wide import secured_by
 from tests.support.scanner import scan
 

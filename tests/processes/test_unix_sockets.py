@@ -21,8 +21,8 @@ from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.transport import ZmqTransport
+from tests.support.etcd_server import EtcdServer
 from tests.support.process_wide import sockets_in
 
 LIMIT_S = 30.0

@@ -177,18 +177,6 @@ class EtcdServer:
             if not self._exited.wait(10.0):
                 raise EtcdServerError(f"etcd (pid {self.pid}) is still running 10 s after SIGKILL")
 
-    def restart(self, timeout_s: float = 30.0) -> None:
-        """Stop the server if it runs, and start it again with the same data and ports."""
-        self.stop()
-        self.start(timeout_s)
-
-    def __enter__(self) -> EtcdServer:
-        self.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
-
     def _spawn(self) -> None:
         if self._socket_dir:  # etcd takes a path relative to its working directory, with a suffix like a port
             client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
