@@ -193,11 +193,11 @@ class ManagerConfig:
     head_policy: str = choice("balanced", "balanced", "grouping")
     update_fraction: float = limited(1.0, above=0, at_most=1)  # share of the servers updated at the same time
     # Limit of one server's update, plus the time that the version's bytes take at 100 MB/s
-    update_timeout_s: float = 60.0
+    update_timeout_s: float = limited(60.0, above=0)
     lease_s: float = limited(15.0, above=0)  # a rollout worker without a heartbeat for this long loses its tickets
     heartbeat_s: float = limited(2.0, above=0)  # between two heartbeats of a rollout worker; less than half of lease_s
-    # Evaluation may use this share of max_concurrent_rollouts, in addition to training; 0 to 1
-    eval_share: float = 0.25
+    # Evaluation may use this share of max_concurrent_rollouts, in addition to training
+    eval_share: float = limited(0.25, at_least=0, at_most=1)
     # For an unfinished rollout that would be older than eta if the next train step started now. wait: the step waits, and
     # interrupts the rollout after overdue_wait_s | drop: it interrupts the rollout at once | train: it starts, so groups may be
     # older than eta

@@ -38,14 +38,6 @@ class Gate:
     eta: int
     max_concurrent: int
 
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; use at least 1 prompt a step")
-        if self.eta < 0:
-            raise ValueError(f"max_head_offpolicyness is {self.eta}; use 0 (synchronous) or more")
-        if self.max_concurrent < 1:
-            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less admits nothing, use at least 1")
-
     def room(self, *, live: int, running: int, trained: int, served: int) -> tuple[int, str]:
         """How many more tickets are admitted, and the refusal's reason if that is 0."""
         behind = max(0, trained - served)
@@ -56,10 +48,6 @@ class Gate:
         if idle <= 0:
             return 0, "capacity"
         return min(fresh, idle), ""
-
-    def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
-        """Why one more ticket is refused; "" if it is admitted."""
-        return self.room(live=live, running=running, trained=trained, served=served)[1]
 
 
 class PromptCursor:
@@ -87,10 +75,6 @@ class PromptCursor:
     def exhausted(self) -> bool:
         """Whether no prompt is left to issue. A lost ticket puts its prompt back, and then one is left again."""
         return not self._again and self._next.epoch >= self.num_epochs
-
-    @property
-    def next(self) -> Locator:
-        return self._next
 
     @property
     def num_again(self) -> int:
@@ -196,10 +180,6 @@ class EvaluationBook:
             _, forgotten = self._evaluations.popitem(last=False)
             self.num_waiting -= len(forgotten.waiting)
         return True
-
-    @property
-    def unfinished(self) -> bool:
-        return any(not evaluation.done for evaluation in self._evaluations.values())
 
     def take(self) -> tuple[EvalItem, int]:
         """Issue the next item. Returns it with its issue number. An item must be left."""

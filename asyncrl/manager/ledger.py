@@ -129,15 +129,6 @@ class Ledger:
         ticket_key: the run's key (protocol/tickets.py). With it the ledger recognizes tickets that previous managers have granted.
         journal: called for every train ticket that is granted or adopted.
         """
-        if max_issues < 1:
-            raise ValueError(f"manager.max_issues is {max_issues}; use at least 1, the first issue of a prompt")
-        if not 0.0 <= eval_share <= 1.0:
-            raise ValueError(f"manager.eval_share is {eval_share}; use a share from 0 to 1")
-        if not 0.0 < heartbeat_s * 2 < lease_s:
-            raise ValueError(
-                f"manager.lease_s is {lease_s} and manager.heartbeat_s is {heartbeat_s}; "
-                "a lease must be longer than two heartbeats"
-            )
         self.servers = servers
         self.gate = Gate(batch_size, eta, max_concurrent or (1 + eta) * batch_size)
         self.eval_limit = max(1, int(eval_share * self.gate.max_concurrent))
@@ -274,20 +265,14 @@ class Ledger:
         A repeated request id gets the same tickets again, except those that have ended.
         """
         self._expire_grace(now)
-        if len(requests) == 1:  # nearly always; no turns are needed
-            return [self._allocate_alone(requests[0], now)]
-        granted: dict[tuple[str, str], list[Ticket]] = {}
-        turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
-        known: dict[int, AllocateReply] = {}  # by index of the request: answers that need no admission
-        for index, request in enumerate(requests):
-            holder = self._holder(request.worker, request.incarnation, now, touch=False)
-            if holder is None:
-                known[index] = AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
-            elif request.request_id in holder.answers:
-                known[index] = self._repeat(holder.answers[request.request_id])
-            elif (request.worker, request.request_id) not in granted:
-                tickets = granted[request.worker, request.request_id] = []
-                turn.append((request, tickets))
+        asked: list[tuple[AllocateRequest, _Holder | None, list[Ticket]]] = []  # with the tickets that are granted now
+        for request in requests:
+            asked.append((request, self._holder(request.worker, request.incarnation, now, touch=False), []))
+        turn = deque(
+            (request, tickets)
+            for request, holder, tickets in asked
+            if holder is not None and request.request_id not in holder.answers
+        )
         refusal = self.refusal(now)
         while turn:
             request, tickets = turn.popleft()
@@ -299,34 +284,29 @@ class Ledger:
                 turn.append((request, tickets))
             if turn:
                 refusal = self.refusal(now)
-        for (worker, request_id), tickets in granted.items():
-            if tickets:
-                self._remember(self._holders[worker], request_id, tickets)
         replies = []
-        for index, request in enumerate(requests):
-            reply = known.get(index)
-            if reply is None:
-                tickets = granted[request.worker, request.request_id]
-                reply = AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
-            replies.append(reply)
+        for request, holder, tickets in asked:
+            if holder is not None and tickets:
+                self._remember(holder, request.request_id, tickets)
+                replies.append(AllocateReply(tickets=tickets, finished=self.finished))
+            else:
+                replies.append(self._without_new(request, holder, refusal))
         return replies
 
-    def _allocate_alone(self, request: AllocateRequest, now: float) -> AllocateReply:
-        """`allocate` for a single request."""
-        holder = self._holder(request.worker, request.incarnation, now, touch=False)
-        if holder is None:
-            return AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
-        if request.request_id in holder.answers:
-            return self._repeat(holder.answers[request.request_id])
-        tickets: list[Ticket] = []
-        refusal = self.refusal(now)
-        while len(tickets) < request.count and (live := self._grant_one(request, refusal, now)) is not None:
-            tickets.append(live.ticket)
-            if len(tickets) < request.count:
-                refusal = self.refusal(now)
-        if tickets:
-            self._remember(holder, request.request_id, tickets)
-        return AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
+    def _without_new(self, request: AllocateRequest, holder: _Holder | None, refusal: str) -> AllocateReply:
+        """Answer a request that gets no new tickets. If it came before, it gets the same tickets again, except those that have
+        ended since."""
+        known = holder.answers.get(request.request_id) if holder is not None else None
+        if holder is None or known is None:
+            return AllocateReply(
+                tickets=[], refusal="superseded" if holder is None else refusal, finished=self.finished
+            )
+        still = []
+        for ticket_id in known:
+            live = self._evals.get(ticket_id) or self._live.get(ticket_id)
+            if live is not None and (live.ticket.kind == "eval" or live.state == "running"):
+                still.append(live.ticket)
+        return AllocateReply(tickets=still, refusal="" if still else "expired", finished=self.finished)
 
     def finish(self, request: FinishRequest, now: float) -> FinishReply:
         """Rollouts have ended. Raises ValueError, before any change, for an outcome that does not fit the ticket's kind."""
@@ -669,15 +649,6 @@ class Ledger:
         self.counters["granted", "eval"] += 1
         return live
 
-    def _repeat(self, ticket_ids: Sequence[str]) -> AllocateReply:
-        """Return the same answer again, without the tickets that have ended since."""
-        still = []
-        for ticket_id in ticket_ids:
-            live = self._evals.get(ticket_id) or self._live.get(ticket_id)
-            if live is not None and (live.ticket.kind == "eval" or live.state == "running"):
-                still.append(live.ticket)
-        return AllocateReply(tickets=still, refusal="" if still else "expired", finished=self.finished)
-
     @staticmethod
     def _remember(holder: _Holder, request_id: str, tickets: list[Ticket]) -> None:
         holder.answers[request_id] = tuple(ticket.ticket_id for ticket in tickets)
@@ -786,11 +757,7 @@ class Ledger:
         self.counters["released", reason] += 1
         if detail:  # a worker sends the detail of each reason once
             self._release_details[reason] = detail
-        if reason == REWARD_LOST:
-            self._remove(live)
-            self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
-            return
-        if live.ticket.issue >= self._max_issues:
+        if reason != REWARD_LOST and live.ticket.issue >= self._max_issues:
             detail = detail or self._release_details.get(reason, "")
             why = f"issued {live.ticket.issue} times, and the last ticket was released: {reason}"
             self._reject(live, "max_issues", [], f"{why} ({detail})" if detail else why)

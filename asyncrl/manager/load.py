@@ -16,7 +16,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.manager.routing import POLICIES, Server, ServerState, ServerTable
 from asyncrl.protocol.generation import LoadsReply
 from asyncrl.runtime.http_client import open_session
 
@@ -31,8 +31,8 @@ def interval_s(num_servers: int, heartbeat_s: float) -> float:
 
 
 class LoadPoller:
-    """Polls the load only of servers for which it is needed: all leaving servers, and with routing by tokens all healthy servers
-    too."""
+    """Polls the load only of servers for which it is needed: all leaving servers, and all healthy ones if the routing policy reads
+    their reports."""
 
     def __init__(
         self,
@@ -67,9 +67,8 @@ class LoadPoller:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _matters(self, server: Server) -> bool:
-        if server.state is ServerState.DRAINING:
-            return True
-        return self._table.policy == "least_token_usage" and server.state is ServerState.HEALTHY
+        is_read = server.state is ServerState.HEALTHY and POLICIES[self._table.policy].reads_reports
+        return is_read or server.state is ServerState.DRAINING
 
     def _ask_soon(self, session: aiohttp.ClientSession, server: Server) -> None:
         task = asyncio.get_running_loop().create_task(self._ask(session, server), name=f"load of {server.name}")

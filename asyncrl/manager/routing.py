@@ -148,10 +148,6 @@ class ServerTable:
     _now_healthy: list[Server] | None = None  # cache of _healthy; None: must be recomputed
     _companions_until: float = float("-inf")
 
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"manager.routing is {self.policy!r}; use one of {', '.join(POLICIES)}")
-
     @property
     def attempt(self) -> int:
         """The newest attempt with published weights."""
@@ -400,7 +396,7 @@ class ServerTable:
     def pick(self, min_version: int, *, exclude: str = "", max_groups: int | None = None) -> Server | None:
         """Pick the server for a group that needs min_version or newer. None: no healthy server has the version and room."""
         limit = (self.max_groups if max_groups is None else max_groups) or sys.maxsize
-        load_of, healthy = POLICIES[self.policy], self._healthy()
+        load_of, healthy = POLICIES[self.policy].load_of, self._healthy()
         # This runs for every ticket, so it makes one pass without sorting. The pass starts after the last picked server: among
         # equal loads (with round robin all are equal) the next server is picked.
         first = bisect.bisect_right(healthy, self._last_picked, key=lambda server: server.name)
@@ -479,10 +475,25 @@ class ServerTable:
         self._told_dead = self._now_healthy = None
 
 
-POLICIES: dict[str, Callable[[Server], float]] = {
-    "round_robin": lambda server: 0.0,
-    "least_requests": operator.attrgetter("running"),
-    "least_token_usage": lambda server: server.used_tokens + server.promised_tokens,
+@dataclass(frozen=True)
+class Policy:
+    """A routing policy: the healthy server with the least load gets the group.
+
+    `ServerTable.pick` asks for the load of each server anew for every ticket, so the load must be cheap to compute and must not
+    change anything. Versions, limits and slow servers are the table's, whatever the policy.
+    """
+
+    load_of: Callable[[Server], float]
+    reads_reports: bool = (
+        False  # the load depends on the servers' reports, for which load.py then polls the healthy ones
+    )
+
+
+# The names are the words of manager.routing (config/schema.py)
+POLICIES = {
+    "round_robin": Policy(lambda server: 0.0),
+    "least_requests": Policy(operator.attrgetter("running")),
+    "least_token_usage": Policy(lambda server: server.used_tokens + server.promised_tokens, reads_reports=True),
 }
 
 

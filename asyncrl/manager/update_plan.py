@@ -96,10 +96,6 @@ class UpdatePlan:
         offers: Offers | None = None,
     ) -> None:
         """patience_s: time for which loads of a version at a server may fail for passing reasons."""
-        if not 0.0 < update_fraction <= 1.0:
-            raise ValueError(f"manager.update_fraction is {update_fraction}; use a share above 0 and at most 1")
-        if update_timeout_s <= 0:
-            raise ValueError(f"manager.update_timeout_s is {update_timeout_s}; use a number of seconds above 0")
         self._table = table
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s

@@ -465,8 +465,6 @@ def heads_of_workers(config: GserverManagerConfig) -> dict[str, list[int]] | Non
     policy, num_workers = config.manager.head_policy, config.num_rollout_workers
     if policy == "balanced":
         return None
-    if policy != "grouping":
-        raise ValueError(f"manager.head_policy is {policy!r}; use balanced or grouping")
     from asyncrl.streams.push_pull import grouping  # imported here, because nothing else here needs zmq
 
     heads: dict[str, list[int]] = {}

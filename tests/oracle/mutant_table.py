@@ -51,8 +51,8 @@ MUTANTS = [
         ),
         (
             "a-prompt-is-handed-out-once-too-often",
-            "if live.ticket.issue >= self._max_issues:",
-            "if live.ticket.issue > self._max_issues:",
+            "live.ticket.issue >= self._max_issues:",
+            "live.ticket.issue > self._max_issues:",
             "test_released_prompts_go_first_and_at_most_max_issues_times",
         ),
         (

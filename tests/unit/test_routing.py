@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
+from fake_policy import POLICY
 
-from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.config.limits import rule_of
+from asyncrl.config.schema import ManagerConfig
+from asyncrl.manager.routing import POLICIES, ServerState, ServerTable
 from asyncrl.protocol.versions import WeightVersion
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
@@ -185,9 +189,26 @@ def test_the_name_of_a_server_that_left_can_be_used_again(table: ServerTable) ->
     assert 1 in picked(table, 3)
 
 
-def test_unknown_policies_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"manager\.routing is 'best'; use one of round_robin"):
-        ServerTable("best")
+def test_the_words_of_the_config_are_the_rows_of_the_table() -> None:
+    (routing,) = (field for field in dataclasses.fields(ManagerConfig) if field.name == "routing")
+    assert rule_of(routing).words == tuple(POLICIES)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "fake"])
+def test_the_contract_of_a_policy(table: ServerTable, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A policy only orders the servers: the least load is picked, of equals the next one, and never one that may not serve."""
+    monkeypatch.setitem(POLICIES, "fake", POLICY)
+    table.policy, table.max_groups = name, 2
+    loads = {server.name: POLICIES[name].load_of(server) for server in table.servers.values()}
+    first = table.pick(0)
+    assert first is not None
+    assert loads[first.name] == min(loads.values())
+    assert {other: POLICIES[name].load_of(server) for other, server in table.servers.items()} == loads
+    assert sorted(picked(table, 6)) == [0, 0, 1, 1, 2, 2]  # no server gets more than it may have
+    assert table.pick(0) is None
+    table.ended(NAMES[1], 10.0)
+    assert picked(table, 1) == [1]
+    assert table.pick(1, max_groups=0) is None  # no server has this version
 
 
 def test_only_servers_with_the_version_or_a_newer_one(table: ServerTable) -> None:
