@@ -1,7 +1,7 @@
 """Health probes and weight updates of generation servers over HTTP. routing.py and update_plan.py make the decisions.
 
 consumes: published versions, announced servers (from the worker's watches), the servers' answers.
-produces: states and versions in the ServerTable; `on_change` after each change.
+produces: states and versions in the ServerTable; `news` after each change.
 waits for: each server independently, within a limit. The HTTP side (http.py) waits for no server.
 unblocked by: the server's answer, its limit, or a newer publication.
 """
@@ -97,7 +97,6 @@ class Fleet:
         session: aiohttp.ClientSession,
         path_of: Callable[[WeightVersion], Path],
         verify: Callable[[Path, WeightVersion], Manifest] = verify_version,
-        on_change: Callable[[], None],
         probe_every_s: float,
         probe_limit_s: float,
         verify_limit_s: float,
@@ -118,7 +117,6 @@ class Fleet:
         self._calls, self._path_of, self._verify = ServerCalls(session), path_of, verify
         means = Means(self._calls, path_of, files_url, transfer_limit_s, self.counters, services.logger)
         self._files, self._from_memory = FilesInManager(means), KINDS[transport](means)
-        self._on_change = on_change
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
         self._verify_limit_s = verify_limit_s
@@ -136,6 +134,7 @@ class Fleet:
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
+        self.news = asyncio.Event()  # set after each change of the servers' states; its reader clears it
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
@@ -186,7 +185,7 @@ class Fleet:
             self._logger.error("weights_held ignored: %s", error)
             return
         if self.plan.hold(version):
-            self._changed()
+            self.changed()
 
     def trainer_at(self, url: str) -> None:
         """Set the URL at which the trainer accepts requests for versions in its memory."""
@@ -201,7 +200,7 @@ class Fleet:
         if self.table.servers[name].incarnation != incarnation:  # a new process, or one that counted as dead
             self.plan.silent(name)
         self.plan.answers(name, now)
-        self._changed()
+        self.changed()
 
     def withdraw(self, name: str) -> None:
         """A server's announcement is gone."""
@@ -209,21 +208,18 @@ class Fleet:
         self.table.withdraw(name)
         self.plan.silent(name)
         self._refusals.pop(name, None)
-        self._changed()
+        self.changed()
 
-    def members_changed(self) -> None:
-        """Servers have begun to leave, or are desired again. The caller has already changed their states in the table."""
-        self._changed()
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """The states of servers in the table have changed."""
         self._wake.set()
-        self._on_change()
+        self.news.set()
 
     def take_turn(self, turn: str, version: WeightVersion) -> None:
         """Shared devices: turn is `training` or `generation`, from the master's report. version: the one that training has
         reached."""
         if self._shares_devices and self.plan.take_turn(training=turn == "training", version=version):
-            self._changed()
+            self.changed()
 
     @property
     def devices_free(self) -> bool:
@@ -285,7 +281,7 @@ class Fleet:
             if not self._shares_devices:  # its servers sleep, on the trainer's host
                 await self._fetch_everywhere(version, manifest.num_bytes)
             if self.plan.publish(version, manifest.num_bytes):
-                self._changed()
+                self.changed()
 
     def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
         """The version has failed verification for broken_s seconds. Report it as damaged after a quarter of verify_limit_s. Raise
@@ -299,7 +295,7 @@ class Fleet:
         if self.damaged != version and broken_s > self._verify_limit_s / _DAMAGED_AFTER:
             self._logger.error("weights %s are damaged on disk; the trainer is asked to replace them", version)
             self.damaged = version
-            self._changed()
+            self.changed()
 
     async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
         """Have the servers' hosts fetch a version while the servers still serve the previous one.
@@ -412,7 +408,7 @@ class Fleet:
             if not asking.done() and server.incarnation == incarnation:
                 self.table.silent(server.name, f"no answer for {self._probe_limit_s:g} s", self._clock.monotonic())
                 self.plan.silent(server.name)
-                self._changed()
+                self.changed()
             async with asyncio.timeout(max(0.0, give_up - self._clock.monotonic())):
                 info = await asking
         except FAILURES as error:
@@ -433,7 +429,7 @@ class Fleet:
         finally:
             asking.cancel()
         if before != (server.state, server.incarnation, server.slow):
-            self._changed()
+            self.changed()
 
     async def _ask(self, server: Server) -> ModelInfo:
         info = await self._calls.get(f"{server.url}/get_model_info", ModelInfo)
@@ -467,8 +463,8 @@ class Fleet:
                 self.update_seconds[update.server] += now - began
                 self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
                 if self.table.awaits_companions(now):
-                    asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
-        self._changed()
+                    asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self.changed)
+        self.changed()
 
     def _failed(self, update: Update, error: Exception) -> None:
         slow = isinstance(error, asyncio.TimeoutError)
@@ -504,7 +500,7 @@ class Fleet:
         else:
             self.plan.slept(sleep, self._clock.monotonic())
             self._logger.info("%s sleeps: it has released its devices", sleep.server)
-        self._changed()
+        self.changed()
 
     def _count_mismatch(self, update: Update, error: MismatchError) -> None:
         self.counters["mismatched", update.server] += 1

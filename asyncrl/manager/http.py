@@ -15,16 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.scaling import ServerTarget, servers_reply
 from asyncrl.protocol.manager import (
@@ -44,7 +45,7 @@ from asyncrl.protocol.manager import (
 )
 from asyncrl.protocol.scaling import ScaleRequest, ServersReply
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.clock import Clock, SystemClock
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import NameResolveError
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -60,19 +61,6 @@ _VIEW_SHARE = 0.05  # it collects for longer if views take long: at most this sh
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
 _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
-
-
-class FleetMetrics(Protocol):
-    """The fleet's numbers for /metrics and for the master."""
-
-    damaged: WeightVersion | None  # a published version with files that do not match its manifest
-    counters: Counter[tuple[str, str]]  # (event, server) -> count
-    update_seconds: defaultdict[str, float]  # server -> seconds spent in successful updates
-
-    @property
-    def devices_free(self) -> bool: ...  # see LedgerView
-
-    def take_turn(self, turn: str, version: WeightVersion) -> None: ...
 
 
 @dataclass(eq=False)
@@ -91,23 +79,23 @@ class ManagerService:
         self,
         ledger: Ledger,
         target: ServerTarget,
+        fleet: Fleet,
+        clock: Clock,
         *,
-        clock: Clock | None = None,
-        fleet: FleetMetrics | None = None,
-        newest_attempt: Callable[[], Awaitable[int]] | None = None,
+        newest_attempt: Callable[[], Awaitable[int]],
     ) -> None:
-        """newest_attempt: returns the newest attempt that the run has begun; 0: not known now. None: no upper bound."""
+        """newest_attempt: returns the newest attempt that the run has begun; 0: not known now."""
         self.ledger = ledger
         self._target = target
         self._newest_attempt = newest_attempt
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in order of arrival
-        self._num_waiting = 0  # connections: more than requests if a request was sent twice
+        self.num_waiting = 0  # connections: more than requests if a request was sent twice
         self._change: asyncio.Future[None] | None = None
         self._told_revision = ledger.revision  # the newest revision that waiting handlers were notified of
         self._view_took_s = 0.0
         self._fleet = fleet
-        self._refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()  # answers without a ticket, by reason
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(ledger, self, fleet))
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -123,15 +111,6 @@ class ManagerService:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Answers without a ticket, by reason."""
-        return self._refused
 
     # -------------------------------------------------------------------------------------------------------- life
 
@@ -171,7 +150,7 @@ class ManagerService:
         if not _settled(reply) and wait_s > 0.0:
             reply = await self._wait_for_tickets(request, wait_s)
         if not reply.tickets:
-            self._refused[reply.refusal] += 1
+            self.refused[reply.refusal] += 1
         return reply
 
     async def finish(self, request: FinishRequest) -> FinishReply:
@@ -194,13 +173,14 @@ class ManagerService:
 
     async def report(self, report: MasterReport) -> LedgerView:
         """Return the ledger once it is newer than the master's view, or after wait_s."""
-        newest_attempt = await self._newest() if report.attempt > self.ledger.attempt else None
+        newest_attempt = None
+        if report.attempt > self.ledger.attempt and not (newest_attempt := await self._newest_attempt()):
+            raise web.HTTPServiceUnavailable(text="name resolve does not have the current attempt now; retry\n")
         until = self._clock.monotonic() + _limited(report.wait_s)
         # a revision that this ledger has not reached yet comes from the previous manager
         known = report.after_revision if report.after_revision <= self.ledger.revision else -1
         self.ledger.report(report, self._clock.monotonic(), newest_attempt=newest_attempt)
-        if self._fleet is not None:
-            self._fleet.take_turn(report.turn, WeightVersion(report.attempt, report.trained_version))
+        self._fleet.take_turn(report.turn, WeightVersion(report.attempt, report.trained_version))
         self.changed()
         waited = False
         while self.ledger.revision <= known and self._clock.monotonic() < until:
@@ -211,17 +191,8 @@ class ManagerService:
         now = self._clock.monotonic()
         view = self.ledger.view(now)
         self._view_took_s = self._clock.monotonic() - now
-        if self._fleet is None:
-            return view
         damaged = "" if self._fleet.damaged is None else str(self._fleet.damaged)
         return msgspec.structs.replace(view, damaged=damaged, devices_free=self._fleet.devices_free)
-
-    async def _newest(self) -> int | None:
-        if self._newest_attempt is None:
-            return None
-        if not (newest := await self._newest_attempt()):
-            raise web.HTTPServiceUnavailable(text="name resolve does not have the current attempt now; retry\n")
-        return newest
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Return the evaluation's progress once it is done, or after wait_s."""
@@ -242,16 +213,16 @@ class ManagerService:
         key = (request.worker, request.incarnation, request.request_id)
         waiting = self._waiting.get(key)
         if waiting is None:
-            if self._num_waiting >= _MAX_WAITING:
+            if self.num_waiting >= _MAX_WAITING:
                 raise web.HTTPServiceUnavailable(text=f"{_MAX_WAITING} requests are pending already; retry later")
             waiting = self._waiting[key] = _Waiting(request, asyncio.get_running_loop().create_future())
         waiting.num_clients += 1
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             await asyncio.wait({waiting.answer}, timeout=wait_s)
         finally:
             waiting.num_clients -= 1
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             if not waiting.num_clients and self._waiting.get(key) is waiting:
                 del self._waiting[key]
         if waiting.answer.done():
@@ -391,12 +362,10 @@ def _limited(wait_s: float) -> float:
 
 
 class _Metrics:
-    """Prometheus metrics, read from the ledger on each request."""
+    """Prometheus metrics, read from the ledger and the fleet on each request."""
 
-    def __init__(self, ledger: Ledger, service: ManagerService, fleet: FleetMetrics | None) -> None:
-        self._ledger = ledger
-        self._service = service
-        self._fleet = fleet
+    def __init__(self, ledger: Ledger, service: ManagerService, fleet: Fleet) -> None:
+        self._ledger, self._service, self._fleet = ledger, service, fleet
 
     def collect(self) -> Iterator[Metric]:
         ledger = self._ledger
@@ -411,51 +380,35 @@ class _Metrics:
             ("served_version", "newest version that servers serve", ledger.served_version),
         ):
             yield GaugeMetricFamily(f"asyncrl_manager_{name}", text, value=value)
-        tickets = CounterMetricFamily(
-            "asyncrl_manager_tickets", "tickets by event and reason", labels=["event", "reason"]
+        refused = {(reason,): count for reason, count in self._service.refused.items()}
+        lengths = {(reason, str(1 << bits)): count for (reason, bits), count in ledger.rejected_lengths.items()}
+        seconds = {(server,): spent for server, spent in self._fleet.update_seconds.items()}
+        servers = ledger.servers.servers
+        views = ledger.servers.views()
+        states = {(view.server, view.state): 1 for view in views}
+        running = {(view.server,): view.running for view in views}
+        tokens = {
+            (view.server,): servers[view.server].used_tokens + servers[view.server].promised_tokens for view in views
+        }
+        told = "tokens the server last reported, plus tokens expected of groups assigned since"
+        families: tuple[tuple[Any, str, str, list[str], Mapping[Any, float]], ...] = (
+            (CounterMetricFamily, "tickets", "tickets by event and reason", ["event", "reason"], ledger.counters),
+            (CounterMetricFamily, "refused", "answers without a ticket", ["reason"], refused),
+            (
+                CounterMetricFamily,
+                "rejected_responses",
+                "responses of rejected groups, by length",
+                ["reason", "below"],
+                lengths,
+            ),
+            (GaugeMetricFamily, "server_state", "1 for the server's current state", ["server", "state"], states),
+            (GaugeMetricFamily, "server_running", "groups running on the server", ["server"], running),
+            (GaugeMetricFamily, "server_tokens", told, ["server"], tokens),
+            (CounterMetricFamily, "updates", "weight updates", ["event", "server"], self._fleet.counters),
+            (CounterMetricFamily, "update_seconds", "seconds spent in successful updates", ["server"], seconds),
         )
-        for (event, reason), count in sorted(ledger.counters.items()):
-            tickets.add_metric([event, reason], count)
-        yield tickets
-        refused = CounterMetricFamily("asyncrl_manager_refused", "answers without a ticket", labels=["reason"])
-        for reason, count in sorted(self._service.refused.items()):
-            refused.add_metric([reason], count)
-        yield refused
-        lengths = CounterMetricFamily(
-            "asyncrl_manager_rejected_responses", "responses of rejected groups, by length", labels=["reason", "below"]
-        )
-        for (reason, bits), count in sorted(ledger.rejected_lengths.items()):
-            lengths.add_metric([reason, str(1 << bits)], count)
-        yield lengths
-        yield from self._of_servers()
-
-    def _of_servers(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily(
-            "asyncrl_manager_server_state", "1 for the server's current state", labels=["server", "state"]
-        )
-        running = GaugeMetricFamily("asyncrl_manager_server_running", "groups running on the server", labels=["server"])
-        tokens = GaugeMetricFamily(
-            "asyncrl_manager_server_tokens",
-            "tokens the server last reported, plus tokens expected of groups assigned since",
-            labels=["server"],
-        )
-        servers = self._ledger.servers.servers
-        for view in self._ledger.servers.views():
-            state.add_metric([view.server, view.state], 1)
-            running.add_metric([view.server], view.running)
-            tokens.add_metric([view.server], servers[view.server].used_tokens + servers[view.server].promised_tokens)
-        yield state
-        yield running
-        yield tokens
-        if self._fleet is None:
-            return
-        events = CounterMetricFamily("asyncrl_manager_updates", "weight updates", labels=["event", "server"])
-        for (event, server), count in sorted(self._fleet.counters.items()):
-            events.add_metric([event, server], count)
-        yield events
-        seconds = CounterMetricFamily(
-            "asyncrl_manager_update_seconds", "seconds spent in successful updates", labels=["server"]
-        )
-        for server, spent in sorted(self._fleet.update_seconds.items()):
-            seconds.add_metric([server], spent)
-        yield seconds
+        for kind, name, text, labels, values in families:
+            family = kind(f"asyncrl_manager_{name}", text, labels=labels)
+            for of_labels, number in sorted(values.items()):
+                family.add_metric(of_labels, number)
+            yield family

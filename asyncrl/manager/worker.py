@@ -133,7 +133,6 @@ class GserverManager(Worker):
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,
             verify=self._files.verify,
-            on_change=lambda: management.servers_changed(),  # created below; no server is known before it runs
             probe_every_s=options.heartbeat_s,
             probe_limit_s=options.lease_s / 3,
             verify_limit_s=options.update_timeout_s,
@@ -155,8 +154,8 @@ class GserverManager(Worker):
                 least=config.least_servers,
                 is_external=config.external_servers,
             ),
-            clock=clock,
-            fleet=fleet,
+            fleet,
+            clock,
             newest_attempt=lambda: self._newest_attempt(directory, ledger.attempt),
         )
         url = await opened.enter_async_context(
@@ -269,6 +268,7 @@ class Management:
             tasks.spawn(_collect_garbage(), "collect garbage")
         tasks.spawn(self._watch_successor(), "watch for a successor")
         tasks.spawn(self._watch_servers(), "watch generation servers")
+        tasks.spawn(self._follow_servers(), "follow the servers' states")
         tasks.spawn(self._watch_desired(), "watch the number of servers")
         tasks.spawn(self._tell_drained(), "report drained servers")
         tasks.spawn(self._loads.run(), "poll server loads")
@@ -293,12 +293,18 @@ class Management:
             self._show()
             await asyncio.sleep(self.config.manager.heartbeat_s / 2)
 
-    def servers_changed(self) -> None:
-        """A server's state has changed."""
-        self.ledger.revision += 1
-        self.service.changed()
-        self._drain_news.set()
-        self._show()
+    async def _follow_servers(self) -> None:
+        """Pass on each change of the servers' states.
+
+        consumes: `fleet.news`.  produces: a new revision of the ledger; answers.  unblocked by: the next change.
+        """
+        while True:
+            await self.fleet.news.wait()
+            self.fleet.news.clear()
+            self.ledger.revision += 1
+            self.service.changed()
+            self._drain_news.set()
+            self._show()
 
     # ------------------------------------------------------------------------------------------------------ watches
 
@@ -321,7 +327,7 @@ class Management:
                 continue
             self.members.set_desired(desired, self._clock.monotonic())
             self._logger.info("desired generation servers: %s", desired.count if desired else "all")
-            self.fleet.members_changed()
+            self.fleet.changed()
 
     async def _tell_drained(self) -> None:
         """Tell the launcher which leaving servers may be stopped.

@@ -48,6 +48,7 @@ from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_cha
 from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelRefused, Endpoint
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import PullSocket
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
@@ -400,7 +401,18 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     """Bodies of requests to the manager, applied to its ledger. No request waits: wait_s is 0."""
     target = ServerTarget(MemoryNameResolver("fuzz"), Names("e", "t"), allocated=1, new_id=lambda: "i")
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target)
+    fleet: Any = SimpleNamespace(damaged=None, devices_free=False, take_turn=lambda turn, version: None)
+
+    async def newest_attempt() -> int:
+        return 1 << 62
+
+    service = ManagerService(
+        Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"),
+        target,
+        fleet,
+        SYSTEM_CLOCK,
+        newest_attempt=newest_attempt,
+    )
     encode = msgspec.json.encode
     requests = (
         (AllocateRequest(request_id="r", worker="rollout_worker/0", incarnation="i", count=2), service.allocate),

@@ -122,7 +122,7 @@ class Published:
         table = ServerTable("round_robin", dead_after_s=10.0)
         self.tmp_path, self.source = tmp_path, source
         self.verified: asyncio.Queue[WeightVersion] = asyncio.Queue()
-        self.refused, self.changed = asyncio.Event(), asyncio.Event()
+        self.refused = asyncio.Event()
         logger = logging.getLogger(f"asyncrl.test.{id(self)}")
         logger.addFilter(lambda record: self.refused.set() or record.levelno >= logging.WARNING)  # type: ignore[func-returns-value]
         self.fleet = Fleet(
@@ -131,7 +131,6 @@ class Published:
             make_services(logger=logger),
             session=session,
             path_of=self.path_of,
-            on_change=self.changed.set,
             probe_every_s=1.0,
             probe_limit_s=1.0,
             verify_limit_s=verify_limit_s,
@@ -219,7 +218,7 @@ async def test_a_damaged_version_is_reported_and_its_replacement_served(
     (published.write(V1) / "model.safetensors").write_bytes(b"torn")
     published.fleet.publish(str(V1))
     loop = asyncio.create_task(published.fleet.verify_loop())
-    await asyncio.wait_for(published.changed.wait(), LIMIT_S)
+    await asyncio.wait_for(published.fleet.news.wait(), LIMIT_S)
     assert published.fleet.damaged == V1
     await asyncio.sleep(0.5)
     assert not loop.done()

@@ -76,15 +76,13 @@ async def listening(answer) -> AsyncIterator[str]:  # type: ignore[no-untyped-de
 
 
 class Managed:
-    def __init__(
-        self, fleet: Fleet, servers: dict[str, FakeServer], trainer: FakeTrainer, change: asyncio.Event
-    ) -> None:
-        self.fleet, self.servers, self.trainer, self._change = fleet, servers, trainer, change
+    def __init__(self, fleet: Fleet, servers: dict[str, FakeServer], trainer: FakeTrainer) -> None:
+        self.fleet, self.servers, self.trainer = fleet, servers, trainer
 
     def publish(self, version: WeightVersion) -> None:
         """Mark the version as written to disk with a valid manifest."""
         self.fleet.plan.publish(version)
-        self.fleet.members_changed()
+        self.fleet.changed()
 
     async def until(self, **states: str) -> None:
         """Wait until the servers are in these states: `healthy_1` (with the version) or `stale`."""
@@ -98,8 +96,8 @@ class Managed:
 
         async def wait() -> None:
             while found() != states:
-                self._change.clear()
-                await self._change.wait()
+                self.fleet.news.clear()
+                await self.fleet.news.wait()
 
         try:
             await asyncio.wait_for(wait(), LIMIT_S)
@@ -111,7 +109,7 @@ class Managed:
 async def managed(*names: str) -> AsyncIterator[Managed]:
     """A fleet of these servers, all with version 0."""
     servers = {name: FakeServer() for name in names}
-    trainer, change = FakeTrainer(servers), asyncio.Event()
+    trainer = FakeTrainer(servers)
     table = ServerTable("round_robin", dead_after_s=LIMIT_S)
     async with listening(trainer.answer) as url, open_session(max_connections=0) as session:
         fleet = Fleet(
@@ -120,7 +118,6 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
             make_services(),
             session=session,
             path_of=lambda version: Path("/nowhere") / str(version),
-            on_change=change.set,
             probe_every_s=LIMIT_S,
             probe_limit_s=LIMIT_S,
             verify_limit_s=LIMIT_S,
@@ -133,7 +130,7 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
         try:
             for name, socket in zip(names, sockets, strict=True):
                 fleet.announce(name, await socket.__aenter__())
-            found = Managed(fleet, servers, trainer, change)
+            found = Managed(fleet, servers, trainer)
             found.publish(V0)
             await found.until(**dict.fromkeys(names, "healthy_0"))
             yield found

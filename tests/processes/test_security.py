@@ -10,6 +10,7 @@ import stat
 import subprocess
 import time
 import uuid
+from typing import Any
 
 import aiohttp
 import psutil
@@ -33,6 +34,7 @@ from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import listen_http, listen_routes
 from asyncrl.runtime.security import Secrets, Security
@@ -348,7 +350,10 @@ async def test_listen_http_refuses_strangers_before_it_calls_the_server(run):
 
 async def test_the_manager_refuses_strangers_before_it_reads_them(run):
     target = ServerTarget(MemoryNameResolver(uuid.uuid4().hex), Names("e", "t"), allocated=1, new_id=lambda: "i")
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target)
+    unused: Any = None
+    service = ManagerService(
+        Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target, unused, SYSTEM_CLOCK, newest_attempt=unused
+    )
     async with listen_http(service.answer, "127.0.0.1", max_body_bytes=1_000_000) as url:
         async with aiohttp.ClientSession() as strange:
             for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/scale", "/servers", "/nothing"):

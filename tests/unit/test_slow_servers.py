@@ -133,7 +133,6 @@ async def test_all_slow_hosts_together_are_waited_for_within_one_limit(
         make_services(),
         session=no_session,
         path_of=lambda version: Path(str(version)),
-        on_change=lambda: None,
         probe_every_s=1.0,
         probe_limit_s=1.0,
         verify_limit_s=0.8,  # half of it limits the wait for the first host

@@ -136,7 +136,6 @@ class Run:
     def __init__(self, transport: str, folder: Path, opened: AsyncExitStack) -> None:
         self.traits, self._transport, self._folder, self._opened = transport_of(transport), transport, folder, opened
         self.servers: dict[str, Server] = {}
-        self._change = asyncio.Event()
         (folder / "model").mkdir()
 
     async def start(self) -> None:
@@ -157,7 +156,6 @@ class Run:
             services,
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=lambda version: version_dir(self._folder, "actor", version),
-            on_change=self._change.set,
             probe_every_s=LIMIT_S,
             probe_limit_s=LIMIT_S,
             verify_limit_s=LIMIT_S,
@@ -216,8 +214,8 @@ class Run:
 
         async def wait() -> None:
             while found() != versions:
-                self._change.clear()
-                await self._change.wait()
+                self.fleet.news.clear()
+                await self.fleet.news.wait()
 
         try:
             await asyncio.wait_for(wait(), LIMIT_S)

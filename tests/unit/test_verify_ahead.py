@@ -33,7 +33,7 @@ class Desk:
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.table = ServerTable("round_robin", dead_after_s=10.0)
         self.plan = UpdatePlan(self.table)
-        self.published, self.refused = asyncio.Event(), asyncio.Event()
+        self.refused = asyncio.Event()
         logger = logging.getLogger(f"asyncrl.test.{id(self)}")
         logger.addFilter(self._note)
         no_session: Any = None
@@ -44,7 +44,6 @@ class Desk:
             session=no_session,
             path_of=lambda version: Path(str(version)),
             verify=self._verify,
-            on_change=self._changed,
             probe_every_s=1.0,
             probe_limit_s=1.0,
             verify_limit_s=LIMIT_S,
@@ -70,9 +69,11 @@ class Desk:
             raise self.error
         return SimpleNamespace(num_bytes=1)
 
-    def _changed(self) -> None:
-        if self.plan.target is not None:
-            self.published.set()
+    async def published(self) -> None:
+        """The fleet has told its plan of the version."""
+        while self.plan.target is None:
+            self.fleet.news.clear()
+            await self.fleet.news.wait()
 
     @contextlib.asynccontextmanager
     async def verifying(self) -> AsyncIterator["asyncio.Task[None]"]:
@@ -95,7 +96,7 @@ async def test_servers_verify_while_the_manager_does_and_load_after_it(monkeypat
         assert {await desk.asked.get(), await desk.asked.get()} == {"a", "b"}
         assert desk.plan.due(0.0) == []
         desk.verdict.set()
-        await desk.published.wait()
+        await desk.published()
         assert [update.version for update in desk.plan.due(0.0)] == [V1, V1]
 
 
