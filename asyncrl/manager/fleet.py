@@ -114,8 +114,8 @@ class Fleet:
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
         self.update_seconds: defaultdict[str, float] = defaultdict(float)  # by server: seconds in successful updates
-        self._calls, self._path_of, self._verify = ServerCalls(session), path_of, verify
-        means = Means(self._calls, path_of, files_url, transfer_limit_s, self.counters, services.logger)
+        self.calls, self._path_of, self._verify = ServerCalls(session), path_of, verify
+        means = Means(self.calls, path_of, files_url, transfer_limit_s, self.counters, services.logger)
         self._files, self._from_memory = FilesInManager(means), KINDS[transport](means)
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
@@ -432,9 +432,9 @@ class Fleet:
             self.changed()
 
     async def _ask(self, server: Server) -> ModelInfo:
-        info = await self._calls.get(f"{server.url}/get_model_info", ModelInfo)
+        info = await self.calls.get(f"{server.url}/get_model_info", ModelInfo)
         if server.state is not ServerState.STALE:  # a stale server is paused, so /health may not answer
-            await self._calls.request("GET", f"{server.url}/health")
+            await self.calls.request("GET", f"{server.url}/health")
         return info
 
     async def _update(self, update: Update, side: ManagerSide) -> None:
@@ -493,7 +493,7 @@ class Fleet:
         """Have a server interrupt its requests and release the devices that it shares with training. Repeated after a failure."""
         try:
             async with asyncio.timeout(self.plan.limit_s):
-                await self._calls.post(f"{sleep.url}/release_memory_occupation", b"{}")
+                await self.calls.post(f"{sleep.url}/release_memory_occupation", b"{}")
         except FAILURES as error:
             pause_s = self.plan.sleepless(sleep, self._clock.monotonic())
             self._logger.warning("%s did not sleep: %r; retrying in %.1f s", sleep.server, error, pause_s)
@@ -519,7 +519,7 @@ class Fleet:
         Returns None if the server must load: it serves an older version or another attempt's, or it is paused because the
         previous manager died during its update.
         """
-        info = await self._calls.get(f"{update.url}/get_model_info", ModelInfo)
+        info = await self.calls.get(f"{update.url}/get_model_info", ModelInfo)
         try:
             serves = WeightVersion.parse(info.weight_version)
         except ValueError:
@@ -530,12 +530,12 @@ class Fleet:
     async def _load(self, update: Update, side: ManagerSide) -> None:
         url, version = update.url, str(update.version)
         if self._shares_devices:
-            await self._calls.post(f"{url}/resume_memory_occupation", b"{}")
+            await self.calls.post(f"{url}/resume_memory_occupation", b"{}")
         else:
             await side.prepare(update)
-        await self._calls.post(f"{url}/pause_generation", self._pause_body)
+        await self.calls.post(f"{url}/pause_generation", self._pause_body)
         await side.load(update)
-        info = await self._calls.get(f"{url}/get_model_info", ModelInfo)
+        info = await self.calls.get(f"{url}/get_model_info", ModelInfo)
         if info.weight_version != version:
             raise UpdateError(f"echoes {info.weight_version!r} instead of {version!r}")
-        await self._calls.post(f"{url}/continue_generation", b"{}")
+        await self.calls.post(f"{url}/continue_generation", b"{}")

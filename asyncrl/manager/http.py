@@ -189,7 +189,7 @@ class ManagerService:
         if waited:
             await asyncio.sleep(max(_COALESCE_S, self._view_took_s / _VIEW_SHARE))
         now = self._clock.monotonic()
-        view = self.ledger.view(now)
+        view = self.ledger.view()
         self._view_took_s = self._clock.monotonic() - now
         damaged = "" if self._fleet.damaged is None else str(self._fleet.damaged)
         return msgspec.structs.replace(view, damaged=damaged, devices_free=self._fleet.devices_free)

@@ -227,7 +227,12 @@ class Ledger:
         """Upper bound of the number of tickets that would be granted now, for training and evaluations together."""
         served = self.served_version
         evals = 0
-        if self._evaluations.num_waiting and served >= 0 and self.servers.has_room(served):
+        if (
+            self._evaluations.num_waiting
+            and served >= 0
+            and self.servers.has(served)
+            and self.servers.room(served) != 0
+        ):
             evals = max(0, self.eval_limit - len(self._evals))
         return self._train_room(now)[0] + evals
 
@@ -465,7 +470,7 @@ class Ledger:
             self._stopped = True
             self.revision += 1
 
-    def view(self, now: float) -> LedgerView:
+    def view(self) -> LedgerView:
         """Return the master's view of the ledger."""
         return LedgerView(
             known=self._cursor is not None,
@@ -480,7 +485,6 @@ class Ledger:
                     deadline=live.ticket.deadline,
                     state=live.state,
                     worker=live.worker,
-                    age_s=now - live.granted_at,
                 )
                 for ticket_id, live in self._live.items()
             ],

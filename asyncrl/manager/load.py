@@ -13,16 +13,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import aiohttp
-import msgspec
-
+from asyncrl.manager.manager_side import FAILURES, ServerCalls
 from asyncrl.manager.routing import POLICIES, Server, ServerState, ServerTable
 from asyncrl.protocol.generation import LoadsReply
-from asyncrl.runtime.http_client import open_session
 
 _SHORTEST_INTERVAL_S = 0.2
 _MOST_A_SECOND = 100  # polls of all servers together
-_DECODER = msgspec.json.Decoder(LoadsReply)
 
 
 def interval_s(num_servers: int, heartbeat_s: float) -> float:
@@ -37,13 +33,14 @@ class LoadPoller:
     def __init__(
         self,
         table: ServerTable,
+        calls: ServerCalls,
         *,
         heartbeat_s: float,
         limit_s: float,
         on_told: Callable[[], None],
         logger: logging.Logger,
     ) -> None:
-        self._table = table
+        self._table, self._calls = table, calls
         self._heartbeat_s = heartbeat_s
         self._limit_s = limit_s
         self._on_told = on_told
@@ -52,37 +49,34 @@ class LoadPoller:
         self._said: set[str] = set()  # servers with a logged failure since their last answer
 
     async def run(self) -> None:
-        async with open_session(max_connections=0) as session:
-            try:
-                while True:
-                    servers = [server for server in self._table.servers.values() if self._matters(server)]
-                    for server in servers:
-                        if server.name not in self._asked:
-                            self._ask_soon(session, server)
-                    await asyncio.sleep(interval_s(len(servers), self._heartbeat_s))
-            finally:
-                tasks = list(self._asked.values())
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            while True:
+                servers = [server for server in self._table.servers.values() if self._matters(server)]
+                for server in servers:
+                    if server.name not in self._asked:
+                        self._ask_soon(server)
+                await asyncio.sleep(interval_s(len(servers), self._heartbeat_s))
+        finally:
+            tasks = list(self._asked.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _matters(self, server: Server) -> bool:
         is_read = server.state is ServerState.HEALTHY and POLICIES[self._table.policy].reads_reports
         return is_read or server.state is ServerState.DRAINING
 
-    def _ask_soon(self, session: aiohttp.ClientSession, server: Server) -> None:
-        task = asyncio.get_running_loop().create_task(self._ask(session, server), name=f"load of {server.name}")
+    def _ask_soon(self, server: Server) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(server), name=f"load of {server.name}")
         self._asked[server.name] = task
         task.add_done_callback(lambda _: self._asked.pop(server.name, None))
 
-    async def _ask(self, session: aiohttp.ClientSession, server: Server) -> None:
+    async def _ask(self, server: Server) -> None:
         incarnation, promised = server.incarnation, server.promised_tokens
         try:
-            timeout = aiohttp.ClientTimeout(total=self._limit_s)
-            async with session.get(f"{server.url}/v1/loads?include=core", timeout=timeout) as response:
-                response.raise_for_status()
-                loads = _DECODER.decode(await response.read()).loads
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            async with asyncio.timeout(self._limit_s):
+                loads = (await self._calls.get(f"{server.url}/v1/loads?include=core", LoadsReply)).loads
+        except FAILURES as error:
             if (
                 server.incarnation == incarnation
                 and server.state is ServerState.HEALTHY

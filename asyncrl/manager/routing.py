@@ -56,6 +56,7 @@ _NEXT: dict[ServerState, frozenset[ServerState]] = {
 }
 
 _MAX_DEAD_URLS = 16
+_LATE = 6  # an answer to a health probe is late after this part of dead_after_s
 # Pace of a server: the minimum number of ended groups; the decay of older groups; the ratio to the median of its peers at which a
 # server becomes slow; the ratio below which it is no longer slow.
 _LEAST_GROUPS, _PACE_MEMORY, _SLOW, _QUICK_AGAIN = 4, 0.8, 3.0, 2.0
@@ -187,7 +188,9 @@ class ServerTable:
         """The server answered a health probe and reports the version `echo`. paused: another client has paused its generation."""
         server = self.servers[name]
         server.last_answer = now
-        server.late_answer = f"took {took_s:.1f} s to answer a health probe" if took_s > self.late_after_s else ""
+        server.late_answer = (
+            f"took {took_s:.1f} s to answer a health probe" if took_s > self.dead_after_s / _LATE else ""
+        )
         if server.state is ServerState.DEAD:
             self._come_back(server, "answers again after it counted as dead", now)
         elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
@@ -271,11 +274,6 @@ class ServerTable:
             server.version = None
         self._move(server, ServerState.DRAINING, "leaves the run")
         server.drains_since, server.num_requests = now, None
-
-    @property
-    def late_after_s(self) -> float:
-        """Seconds after which an answer to a health probe counts as late."""
-        return self.dead_after_s / 6
 
     def _come_back(self, server: Server, reason: str, now: float) -> None:
         """Change a dead server to STALE, or to DRAINING if it is leaving."""
@@ -384,10 +382,6 @@ class ServerTable:
             return None
         serving = (server for server in self._healthy() if self.can_serve(server, min_version))
         return sum(max(0, self.max_groups - server.running) for server in serving)
-
-    def has_room(self, min_version: int) -> bool:
-        """Whether `pick` would find a server."""
-        return self.has(min_version) and self.room(min_version) != 0
 
     def pick_for_moved(self, min_version: int, *, exclude: str) -> Server | None:
         """Pick a server for a running group that loses its server. Exceeds max_groups if no server has room."""

@@ -90,7 +90,6 @@ class UpdatePlan:
         *,
         update_fraction: float = 1.0,
         update_timeout_s: float = 60.0,
-        slow_after_s: float | None = None,
         shares_devices: bool = False,
         patience_s: float = 1860.0,
         offers: Offers | None = None,
@@ -99,7 +98,6 @@ class UpdatePlan:
         self._table = table
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
-        self._slow_after_s = slow_after_s
         self._num_bytes = 0  # size of the newest published version
         self.target: WeightVersion | None = None  # the newest version, on disk or in memory
         self._on_disk = Fence[WeightVersion | None](None)
@@ -120,7 +118,7 @@ class UpdatePlan:
     @property
     def slow_after_s(self) -> float:
         """Seconds after which an update no longer counts in its wave."""
-        return self.limit_s / 4 if self._slow_after_s is None else self._slow_after_s
+        return self.limit_s / 4
 
     def publish(self, version: WeightVersion, num_bytes: int = 0) -> bool:
         """Record that a version of num_bytes is published and that its files match its manifest.

@@ -45,7 +45,6 @@ from asyncrl.runtime.worker import Worker
 from asyncrl.weights.fetch import WeightFiles
 from asyncrl.weights.versions import Manifest, VerifiedVersion, role_dir, version_dir
 
-_ENDED = ("COMPLETE",)
 _COLLECT_S, _COLLECT_ALL_S, _NEVER = 0.25, 600.0, 1 << 30  # see _collect_garbage
 _WANT_OF_SERVERS = frozenset({"no_server", "updating"})  # refusals of the ledger
 
@@ -93,7 +92,10 @@ class GserverManager(Worker):
         opened.push_async_callback(asyncio.to_thread, journal.close)
         noted = (journal.last or {}).get("attempt", 0)  # attempt of a previous manager's last ticket
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
-        is_successor = await self._is_successor(directory) or noted == attempt
+        limit_s = self.info.runtime.start_timeout_s
+        began = self._began_before(directory)
+        began_before = await self.board.bounded(began, what="the manager's entry", on="name resolve", limit_s=limit_s)
+        is_successor = began_before or noted == attempt
         table = ServerTable(
             options.routing,
             dead_after_s=options.lease_s,
@@ -185,14 +187,8 @@ class GserverManager(Worker):
         self.logger.info("serving weights for other hosts at %s", url)
         return url
 
-    async def _is_successor(self, directory: Directory) -> bool:
-        """Whether name resolve records that a manager has run before. If not, record it now."""
-        limit_s = self.info.runtime.start_timeout_s
-        return await self.board.bounded(
-            self._began_before(directory), what="the manager's entry", on="name resolve", limit_s=limit_s
-        )
-
     async def _began_before(self, directory: Directory) -> bool:
+        """Whether name resolve records that a manager has run before. If not, record it now."""
         while True:  # bounded by the caller; the resolver bounds each turn
             try:
                 await asyncio.to_thread(directory.resolver.add, self.names.gserver_manager_began(), self.incarnation)
@@ -249,6 +245,7 @@ class Management:
         self._drain_news = asyncio.Event()  # set when a leaving server may have drained
         self._loads = LoadPoller(
             self.table,
+            fleet.calls,
             heartbeat_s=options.heartbeat_s,
             limit_s=options.lease_s / 3,
             on_told=self._drain_news.set,
@@ -376,7 +373,7 @@ class Management:
 
     async def _watch_experiment(self) -> None:
         async for event in self._directory.watch(self._names.experiment_status()):
-            self.ledger.finished = event.kind == "put" and event.value in _ENDED
+            self.ledger.finished = event.kind == "put" and event.value == "COMPLETE"
             self.service.changed()
 
     # ------------------------------------------------------------------------------------------------------ helpers

@@ -121,7 +121,6 @@ class TicketView(Struct, frozen=True, kw_only=True):
     deadline: int
     state: Literal["running", "stored"]
     worker: str
-    age_s: float
 
 
 class RejectedPrompt(Struct, frozen=True, kw_only=True):

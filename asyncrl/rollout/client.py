@@ -133,8 +133,6 @@ class PartialRolloutManager:
         pauses: Pauses | None = None,
     ) -> None:
         """Call this on the event loop that uses the object."""
-        if new_tokens_per_chunk < 1:
-            raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
         self._chooser = chooser
         self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._chunk = new_tokens_per_chunk
@@ -144,7 +142,7 @@ class PartialRolloutManager:
         self._waits = _ServerWaits(self._board, request_timeout_s)
         self._request_numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by server URL; bounded by _slots
+        self._limits: dict[str, set[asyncio.Timeout]] = {}  # of outstanding requests, by server URL; bounded by _slots
         self._routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()  # by ticket
         self.counts = ClientCounts()
         self._session = open_session(
@@ -184,29 +182,14 @@ class PartialRolloutManager:
         stop_token_ids: Sequence[int],
         on_piece: OnPiece | None = None,
     ) -> Response:
-        """Return one response. Raises the same errors as `generate`. on_piece is called after each piece with a token, and returns
-        True to end the response."""
-        self._routes[route.ticket.ticket_id] = route
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
-        return await self._respond(route, list(input_ids), sampling, list(stop_token_ids), on_piece)
-
-    # -------------------------------------------------------------------------------------------------------- one response
-
-    async def _respond(
-        self,
-        route: Route,
-        input_ids: list[int],
-        sampling: SamplingConfig,
-        stops: list[int],
-        on_piece: OnPiece | None,
-    ) -> Response:
-        """Request pieces until EOS or max_new_tokens.
+        """Return one response: request pieces until EOS or max_new_tokens. Raises the same errors as `generate`. on_piece is called
+        after each piece with a token, and returns True to end the response.
 
         Waits for the ticket's server or, after its loss, for the manager to name another; unblocked by the end of a piece, an
         update's interruption, or request_timeout_s.
         """
-        response = Response(input_ids)
+        self._routes[route.ticket.ticket_id] = route
+        response = Response(list(input_ids))
         failures = aborts = 0  # since the last new token
         busy_since = 0.0  # time of the first busy answer since the last new token; 0: none
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
@@ -217,11 +200,11 @@ class PartialRolloutManager:
                 temperature=0.0 if sampling.greedy else sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                stop_token_ids=stops,
+                stop_token_ids=list(stop_token_ids),
             )
             try:
                 priority = int(bool(response.output_ids))  # a response that has begun goes before waiting requests
-                reply = await self._request(route, input_ids + response.output_ids, params, priority)
+                reply = await self._request(route, response.input_ids + response.output_ids, params, priority)
                 got = _add_piece(response, reply, asked)
                 reason = reply.meta_info.finish_reason.type
                 if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
@@ -280,7 +263,7 @@ class PartialRolloutManager:
                 status, failure = 0, ""
                 route.out[rid] = url
                 try:
-                    status, content = await self._post_unless_left(server, server_url, generate_url, body)
+                    status, content = await self._post(server, server_url, generate_url, body)
                 except TimeoutError as error:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
@@ -335,41 +318,34 @@ class PartialRolloutManager:
         return new
 
     def leave(self, server_urls: Sequence[str]) -> int:
-        """Cancel all outstanding requests to these dead servers. Their responses continue on other servers.
+        """End all outstanding requests to these dead servers. Their responses continue on other servers.
 
-        Returns the number of cancelled requests.
+        Returns the number of ended requests.
         """
-        posts = [post for url in server_urls for post in self._posts.get(url, ())]
-        for post in posts:
-            post.cancel()
-        return len(posts)
+        limits = [limit for url in server_urls for limit in self._limits.get(url, ()) if not limit.expired()]
+        for limit in limits:
+            limit.reschedule(0.0)
+        return len(limits)
 
-    async def _post_unless_left(self, server: str, server_url: str, url: URL, body: bytes) -> tuple[int, bytes]:
-        """_post in a separate task, which `leave` may cancel. Then _ServerLostError is raised; CancelledError only ever means
-        that the caller itself was cancelled."""
-        post = asyncio.get_running_loop().create_task(self._post(server, url, body))
-        posts = self._posts.setdefault(server_url, set())
-        posts.add(post)
-        try:
-            await asyncio.wait({post})
-        finally:
-            if not post.cancel() and not post.cancelled():
-                post.exception()  # mark it as retrieved, in case this task was cancelled at the same moment
-            posts.discard(post)
-            if not posts:
-                self._posts.pop(server_url, None)
-        if post.cancelled():
-            raise _ServerLostError("the gserver manager reports that the server is dead")
-        return post.result()
-
-    async def _post(self, server: str, url: URL, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, server: str, server_url: str, url: URL, body: bytes) -> tuple[int, bytes]:
+        """Raises _ServerLostError if `leave` ends the request."""
         self.counts.requests += 1
         self._waits.begin(server)
+        limits = self._limits.setdefault(server_url, set())
         try:
-            async with self._session.post(url, data=body, headers=_HEADERS) as answer:
-                return answer.status, await answer.read()
+            async with asyncio.timeout(None) as limit:
+                limits.add(limit)
+                async with self._session.post(url, data=body, headers=_HEADERS) as answer:
+                    return answer.status, await answer.read()
+        except TimeoutError:
+            if limit.expired():
+                raise _ServerLostError("the gserver manager reports that the server is dead") from None
+            raise
         finally:
             self._waits.end(server)
+            limits.discard(limit)
+            if not limits:
+                self._limits.pop(server_url, None)
 
     # ---------------------------------------------------------------------------------------------------- losing a server
 

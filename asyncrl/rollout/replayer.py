@@ -102,7 +102,6 @@ class Replayer(Worker):
                 deadline=step,
                 state="running",
                 worker=self.name,
-                age_s=0.0,
             )
         self._num_sent += 1
         await self._notify()

@@ -226,9 +226,9 @@ class Rollouts:
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":
-            return _result(ticket, summary, "evaluated")
+            return RolloutResult(ticket_id=ticket.ticket_id, outcome="evaluated", group=summary)
         if objection := objection_to(summary.rewards, self._rollout):
-            return _result(ticket, summary, "rejected", objection)
+            return RolloutResult(ticket_id=ticket.ticket_id, outcome="rejected", reason=objection, group=summary)
         return await self._push(ticket, task, sample, summary, birth_time)
 
     def _find_prompt(self, ticket: Ticket) -> Prompt:
@@ -369,9 +369,12 @@ class Rollouts:
             if reason in _BAD_CONTENT:
                 raise RolloutRejected(reason, why)
             detail = self.tell_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
-            return _result(ticket, summary, "released", "refused", detail)
+            return RolloutResult(
+                ticket_id=ticket.ticket_id, outcome="released", reason="refused", detail=detail, group=summary
+            )
         # A duplicate: another ticket of the prompt was stored first, so the prompt must not be granted again.
-        return _result(ticket, summary, "stored", "" if verdict.verdict == "stored" else "duplicate")
+        reason = "" if verdict.verdict == "stored" else "duplicate"
+        return RolloutResult(ticket_id=ticket.ticket_id, outcome="stored", reason=reason, group=summary)
 
     def tell_once(self, reason: str, detail: BaseException | str) -> str:
         """Log the first failure of each reason in full, with the traceback of its cause. The manager counts the others.
@@ -404,13 +407,3 @@ def _agent_result(ended: asyncio.Future[Any]) -> Any:
         if out_of_files(error) is not None or isinstance(error, CodeChangedError):
             raise
         raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
-
-
-def _result(
-    ticket: Ticket,
-    summary: GroupSummary,
-    outcome: Literal["stored", "rejected", "evaluated", "released"],
-    reason: str = "",
-    detail: str = "",
-) -> RolloutResult:
-    return RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, reason=reason, detail=detail, group=summary)

@@ -83,7 +83,7 @@ class Servers:
         self.zombies = [*self.zombies, *getattr(self, "works", [])][-4:]
         self.works = []
         self.table = ServerTable(dead_after_s=DEAD_AFTER_S, attempts=Fence(attempt))
-        self.plan = UpdatePlan(self.table, update_fraction=self.fraction, slow_after_s=SLOW_AFTER_S)
+        self.plan = UpdatePlan(self.table, update_fraction=self.fraction)
         self._served: tuple[int, int] = (attempt, -1)
         for name, process in self.processes.items():
             if process.alive:

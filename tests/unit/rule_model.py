@@ -427,7 +427,7 @@ class World:
 
         def arrive() -> LedgerView:
             self.ledger.report(report, self.now)
-            return self.ledger.view(self.now)
+            return self.ledger.view()
 
         def answer(view: LedgerView) -> None:
             master.full_due = not view.known
@@ -498,7 +498,7 @@ class World:
         ledger, master = self.ledger, self.master
         assert ledger.attempt <= self.attempt
         assert ledger.attempt < self.attempt or ledger.trained_version <= master.version
-        live = ledger.view(self.now).live
+        live = ledger.view().live
         assert ledger.num_running == sum(ticket.state == "running" for ticket in live)
         assert len({ticket.locator for ticket in live}) == ledger.num_live == len(live)
         assert ledger.num_running <= ledger.gate.max_concurrent + self.num_lost
@@ -568,7 +568,7 @@ class World:
                 break
             self.turn()
         else:
-            view = self.ledger.view(self.now)
+            view = self.ledger.view()
             raise AssertionError(f"the run did not end: {self.ledger.refusal(self.now)!r}, {view}, {self.master}")
         for _ in range(3):
             self.turn()

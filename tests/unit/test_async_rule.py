@@ -250,7 +250,7 @@ class Run:
         )
         self.last_report = report
         self.ledger.report(report, self.now)
-        view = self.ledger.view(self.now)
+        view = self.ledger.view()
         if lose_answer:
             return
         self.consumed.clear()
@@ -306,7 +306,7 @@ class Run:
         """The full rule: whenever the live tickets finish, the earliest ones complete the batch, and the rest fits into the steps
         before their deadlines. The manager's own ledger counts here, not the master's view of it."""
         trained = {*self.consumed, *self.step}
-        deadlines = {view.ticket_id: view.deadline for view in self.ledger.view(self.now).live}
+        deadlines = {view.ticket_id: view.deadline for view in self.ledger.view().live}
         rest = sorted(
             deadline for ticket, deadline in deadlines.items() if ticket not in trained and ticket not in self.taken
         )
@@ -369,9 +369,7 @@ class Run:
             if not self.step:
                 self.report()
         else:
-            raise AssertionError(
-                f"the run did not end: {self.ledger.refusal(self.now)!r}, {self.ledger.view(self.now)}"
-            )
+            raise AssertionError(f"the run did not end: {self.ledger.refusal(self.now)!r}, {self.ledger.view()}")
         self.report()
         assert self.ledger.num_live == 0
         assert self.ledger.num_running == 0
@@ -540,7 +538,7 @@ class AsyncRule(RuleBasedStateMachine):
         room = (1 + run.eta) * run.batch_size + ledger.counters["accepted_late", ""]
         assert ledger.num_live <= room
         assert ledger.num_running <= ledger.gate.max_concurrent
-        live = ledger.view(run.now).live
+        live = ledger.view().live
         assert ledger.num_running == sum(ticket.state == "running" for ticket in live)
         assert len({ticket.locator for ticket in live}) == ledger.num_live == len(live)
         assert run.table.servers["generation_server/0"].running == ledger.num_running
@@ -564,7 +562,7 @@ class AsyncRule(RuleBasedStateMachine):
         idle = not run.step and run.ledger.num_running == 0 and run.served == run.trained_version
         if not (told and idle) or run.finished or run.pending_revoke or any(worker.held for worker in run.workers):
             return
-        if set(run.stored) != {ticket.ticket_id for ticket in run.ledger.view(run.now).live}:
+        if set(run.stored) != {ticket.ticket_id for ticket in run.ledger.view().live}:
             return  # the manager has not heard of all stored tickets
         assert run.ledger.refusal(run.now) == "" or len(run.stored) >= run.batch_size or run.ledger.exhausted
 
@@ -771,7 +769,6 @@ def test_the_example_of_the_page_follows_the_rule() -> None:
             deadline=int(name.split()[-1]),
             state="running",
             worker="rollout_worker/0",
-            age_s=0.0,
         )
         for position, (name, _, _) in enumerate(rollouts)
     }

@@ -45,7 +45,6 @@ class Books:
             deadline=self.deadlines[name],
             state="running",
             worker=f"rollout_worker/{ord(name) % 2}",
-            age_s=1.0,
         )
 
     def meta(self, name: str) -> TrajectoryMeta:
@@ -444,9 +443,7 @@ def test_a_stored_ticket_that_the_ledger_does_not_know_is_trained() -> None:
     books.run("ab", 1)
     books.store("ab")
     books.listed = []
-    other = TicketView(
-        ticket_id="a2", locator=Locator(0, 0), deadline=1, state="running", worker="rollout_worker/0", age_s=1.0
-    )
+    other = TicketView(ticket_id="a2", locator=Locator(0, 0), deadline=1, state="running", worker="rollout_worker/0")
     decision = books.former.decide(
         stored=[books.meta("a"), books.meta("b")], live=[other], version=1, exhausted=False, now=0.0
     )

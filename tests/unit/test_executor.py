@@ -389,7 +389,7 @@ async def test_parts_begin_when_groups_are_stored_and_the_last_one_when_the_batc
             TrainConfig(), former, master.buffer, master.executor, version=0, num_ranks=1, clock=SYSTEM_CLOCK
         )
         live = [
-            TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w", age_s=1.0)
+            TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w")
             for i in range(4)
         ]
         view = LedgerView(known=True, revision=1, served_version=0, exhausted=False, live=live, rejected=[], servers=[])

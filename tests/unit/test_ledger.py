@@ -68,7 +68,7 @@ class Desk:
             "rejected_seen": self.rejected_seen,
         }
         self.ledger.report(MasterReport(**{**defaults, **fields}), self.now, newest_attempt=newest_attempt)
-        return self.ledger.view(self.now)
+        return self.ledger.view()
 
     def ask(
         self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", incarnation: str = "a"
@@ -191,7 +191,7 @@ def test_refusals_name_the_reason() -> None:
     desk.take(2)
     reply = desk.ask()
     assert (reply.refusal, reply.finished) == ("exhausted", False)
-    assert desk.ledger.view(desk.now).exhausted
+    assert desk.ledger.view().exhausted
 
 
 def test_after_a_stop_the_ledger_admits_nothing_for_good() -> None:
@@ -250,7 +250,7 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     desk.finish(again, outcome="released", reason="server_lost")
     (last,) = desk.take(1)
     desk.finish(last, outcome="released", reason="server_lost")
-    (rejected,) = desk.ledger.view(desk.now).rejected
+    (rejected,) = desk.ledger.view().rejected
     assert (rejected.locator, rejected.reason) == (first.locator, "max_issues")
     assert rejected.detail == "issued 3 times, and the last ticket was released: server_lost"
     assert locators(desk.take(1)) == [(0, 3)]
@@ -262,7 +262,7 @@ def test_a_prompt_rejected_after_max_issues_names_the_reason_that_its_worker_has
     first, second = desk.take(2)
     desk.finish(first, outcome="released", reason="refused", detail="the head holds another model")
     desk.finish(second, outcome="released", reason="refused")
-    details = {rejected.detail for rejected in desk.ledger.view(desk.now).rejected}
+    details = {rejected.detail for rejected in desk.ledger.view().rejected}
     assert details == {"issued 1 times, and the last ticket was released: refused (the head holds another model)"}
 
 
@@ -274,7 +274,7 @@ def test_a_prompt_released_because_of_lost_reward_processes_is_issued_without_li
         (again,) = desk.take(1)
         assert (again.locator, again.issue) == (ticket.locator, issue)
         ticket = again
-    assert desk.ledger.view(desk.now).rejected == []
+    assert desk.ledger.view().rejected == []
 
 
 def test_rejections_free_room_and_are_reported_until_the_master_has_seen_them() -> None:
@@ -399,7 +399,7 @@ def test_a_manager_that_was_suspended_gives_workers_time_to_report() -> None:
     (ticket,) = desk.take(1)
     desk.ledger.expire(1.0)
     desk.ledger.expire(60.0)
-    assert {view.ticket_id for view in desk.ledger.view(60.0).live} == {ticket.ticket_id}
+    assert {view.ticket_id for view in desk.ledger.view().live} == {ticket.ticket_id}
     for now in (62.0, 65.0, 68.0):
         desk.ledger.expire(now)
     assert desk.ledger.num_live == 0
@@ -425,7 +425,7 @@ def test_a_silent_worker_loses_its_running_tickets() -> None:
     desk.ledger.expire(15.0)
     assert desk.ledger.num_live == 4
     desk.ledger.expire(15.1)
-    assert {view.ticket_id for view in desk.ledger.view(15.1).live} == {stored.ticket_id, theirs.ticket_id}
+    assert {view.ticket_id for view in desk.ledger.view().live} == {stored.ticket_id, theirs.ticket_id}
     desk.now = 15.1
     again = desk.take(2, worker="rollout_worker/1")
     assert [ticket.locator for ticket in again] == [running.locator, other.locator]
@@ -440,7 +440,7 @@ def test_tickets_not_listed_twice_are_released() -> None:
     assert desk.beat(kept, after_s=0.0) == []  # the same heartbeat sent again does not count
     assert desk.ledger.num_live == 2
     desk.beat(kept)
-    assert [view.ticket_id for view in desk.ledger.view(desk.now).live] == [kept.ticket_id]
+    assert [view.ticket_id for view in desk.ledger.view().live] == [kept.ticket_id]
     assert desk.take(1)[0].locator == lost.locator
 
 
@@ -552,7 +552,7 @@ def test_overdue_tickets_are_revoked_unless_their_groups_are_stored() -> None:
     desk = Desk()
     late, came = desk.take(2)
     desk.report(stored=ids([came]), revoke=ids([late, came]))
-    assert [view.ticket_id for view in desk.ledger.view(0.0).live] == [came.ticket_id]
+    assert [view.ticket_id for view in desk.ledger.view().live] == [came.ticket_id]
     assert desk.beat(late, came) == ids([late])
     assert desk.take(1)[0].locator == late.locator
 
@@ -704,7 +704,7 @@ def test_evaluation_bypasses_the_gate_within_its_share() -> None:
     assert sum(ticket.kind == "train" for ticket in tickets) == 8
     evals = [ticket for ticket in tickets if ticket.kind == "eval"]
     assert len(evals) == 2
-    assert all(live.locator != Locator(-1, -1) for live in desk.ledger.view(0.0).live)
+    assert all(live.locator != Locator(-1, -1) for live in desk.ledger.view().live)
     assert desk.ledger.num_live == 8
     seen = []
     while evals:
