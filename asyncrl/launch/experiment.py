@@ -55,10 +55,11 @@ def validate(config: ExperimentConfig) -> None:
 def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
     """Every field that cannot be used, with its value and the remedy."""
     found = list(problems_of_values(config))
-    # The other checks compare fields. Comparisons with a value that is not allowed are meaningless: they see its default instead
+    # The other checks compare fields. Comparisons with a value that is not allowed are meaningless: they see its default instead,
+    # about which nothing is to be said
     wrong = {name.partition("[")[0] for name, _, _ in found}
     allowed = with_leaves(config, lambda path, value, entry: default_of(entry) if path in wrong else value)
-    found += _problems_of_phases(allowed)
+    found += [problem for problem in _problems_of_phases(allowed) if not overlap([problem[0]], wrong)]
     return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in found]
 
 

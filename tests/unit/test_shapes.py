@@ -116,6 +116,21 @@ def test_values_become_those_of_their_fields(config_file):
     assert (config.weights.fetch, repr(config.train.ppo.eps_clip), config.train.batch_size) == ("on", "1.0", 8)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.tasks.default.reward=reward"],
+        ["train.ppo.advantage_norm=auto", "train.critic={}"],
+        ["slurm.options=[constraint]"],
+        ["train.reward_models={a: {}}"],
+    ],
+)
+def test_nothing_is_said_about_the_default_of_a_wrong_field(config_file, overrides):
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, overrides)
+    assert str(error.value).count("\n") == 0
+
+
 def test_a_number_that_is_not_finite_hides_no_other_problem(config_file):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, ["train.optimizer.lr=nan", "mode=asinc", "allocation=vllm.d1+d1"])
