@@ -19,6 +19,9 @@ from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
 STREAM_INTERVAL = 16  # tokens per piece: fine enough for the journal, and a small share of SGLang's work
 _CONNECT_LIMIT_S = 5.0
+# SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request that meets the close fails, so the client
+# closes it earlier
+_KEEP_ALIVE_S = 2.0
 _JSON = {"Content-Type": "application/json"}
 _NO_LOGPROB = -1  # logprob_start_len: no logprobs of the prompt's tokens
 
@@ -127,7 +130,7 @@ class SGLangClient:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 response_class=BoundedResponse,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),

@@ -93,6 +93,26 @@ async def test_sglang_is_read_up_to_a_limit_too() -> None:
             await client.close()
 
 
+async def test_a_connection_to_sglang_is_not_used_again_near_the_time_when_sglang_closes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # the next request on this connection meets its close
+        writer.close()
+
+    monkeypatch.setattr(sglang_http, "_KEEP_ALIVE_S", 0.1)
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as listening:
+        client = SGLangClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        try:
+            assert await client.flush_cache(limit_s=LIMIT_S)
+            await asyncio.sleep(0.3)
+            assert await client.flush_cache(limit_s=LIMIT_S)
+        finally:
+            await client.close()
+
+
 @pytest.fixture
 def directory() -> Iterator[Directory]:
     info = WorkerInfo("master", 0, 1, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), RuntimeConfig())
