@@ -78,6 +78,7 @@ from asyncrl.weights.versions import VerifiedVersion
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FEWER_TOKENS = 6
 _STOP_TIMEOUT_S = 8.0
 _ALIGNMENT = 64  # bytes; torch's alignment of newly allocated CPU tensors
 
@@ -668,12 +669,17 @@ class TransformersEngine(GenerationEngine[_Pending]):
         return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
 
     async def scoring_noise(self, input_ids: list[int]) -> float:
-        """The difference between two of transformers' own attention implementations; 0 if the architecture has only one."""
-        found = []
+        """The model's own rounding: the largest difference that another attention implementation of transformers makes (0 if
+        the architecture has only one), or the absence of up to _FEWER_TOKENS last tokens, which changes the shapes of products.
+        """
+        full: list[float] = await self._in_control(partial(self._score, input_ids))
+        others: list[list[float]] = [
+            await self._in_control(partial(self._score, input_ids[:-fewer])) for fewer in range(1, _FEWER_TOKENS + 1)
+        ]
         for attention in ("eager", "sdpa"):
             with contextlib.suppress(ValueError):  # the architecture does not have it
-                found.append(await self._in_control(partial(self._score, input_ids, attention)))
-        return max(abs(a - b) for a, b in zip(*found, strict=True)) if len(found) == 2 else 0.0
+                others.append(await self._in_control(partial(self._score, input_ids, attention)))
+        return max(abs(a - b) for other in others for a, b in zip(full, other, strict=False))
 
     def _score(self, input_ids: list[int], implementation: str = "") -> list[float]:
         """In the control thread, between two passes: score with the model in memory, without the manager's cache.
