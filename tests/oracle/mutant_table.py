@@ -125,7 +125,7 @@ MUTANTS = [
         "tests/unit/test_channel.py",
         (
             "settled-bytes-stay-in-the-credit",
-            "            return None\n        self._pending_bytes -= out.nbytes\n",
+            "            return None\n        self.pending_bytes -= out.nbytes\n",
             "            return None\n",
             "TestSendWindow::test_credit_in_items_and_bytes",
         ),
@@ -137,7 +137,7 @@ MUTANTS = [
         ),
         (
             "a-new-receiver-counts-as-heard",
-            "        self._answered = False\n        self._query_interval_s",
+            "        self.answered = False\n        self._query_interval_s",
             "        self._query_interval_s",
             "TestSendWindow::test_a_silent_receiver_is_queried_though_nothing_is_pending",
         ),
@@ -149,8 +149,8 @@ MUTANTS = [
         ),
         (
             "a-forgotten-message-counts-as-held-whatever-its-verdict",
-            "            if self._verdicts.pop(seq) is None:\n                self._num_held -= 1",
-            "            self._verdicts.pop(seq)\n            self._num_held -= 1",
+            "            if self._verdicts.pop(seq) is None:\n                self.num_held -= 1",
+            "            self._verdicts.pop(seq)\n            self.num_held -= 1",
             "TestPeerLedger::test_only_unsettled_messages_are_held",
         ),
         (
