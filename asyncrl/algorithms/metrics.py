@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.algorithms.ppo import TokenLoss
-
 MAX = "_max"  # end of the names of maxima; all other metrics of tokens are means
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Result of `policy_token_loss`, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
+
+    loss_T: Tensor
+    ratio_T: Tensor  # current / anchor
+    weight_T: Tensor  # proximal / behaviour, before the bounds; 1 with the naive loss
+    clipped_T: Tensor  # bool: clip_loss took the clipped term, or cispo_loss clipped the ratio
+    dual_clipped_T: Tensor  # bool: the dual clip lowered the loss
+    capped_T: Tensor  # bool: the behaviour weight is beyond its bounds
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.algorithms.metrics import MAX, METRICS, Tokens
+from asyncrl.algorithms.metrics import MAX, METRICS, TokenLoss, Tokens
 from asyncrl.algorithms.packed import MAX_LOG_RATIO, count_per_sequence, masked_sum, mean_per_sequence, to_tokens
 from asyncrl.config.schema import PPOConfig
 from asyncrl.config.validation import ppo_problems
@@ -143,18 +143,6 @@ def outside(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- together
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """Result of `policy_token_loss`, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
-
-    loss_T: Tensor
-    ratio_T: Tensor  # current / anchor
-    weight_T: Tensor  # proximal / behaviour, before the bounds; 1 with the naive loss
-    clipped_T: Tensor  # bool: clip_loss took the clipped term, or cispo_loss clipped the ratio
-    dual_clipped_T: Tensor  # bool: the dual clip lowered the loss
-    capped_T: Tensor  # bool: the behaviour weight is beyond its bounds
 
 
 def policy_token_loss(

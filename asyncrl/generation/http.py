@@ -45,7 +45,7 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.files import FetchedWeights
+from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.server_side import Means, UnbrokenWork
 from asyncrl.generation.transports import KINDS
 from asyncrl.protocol.errors import DECODE_ERRORS

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -38,6 +38,7 @@ from asyncrl.protocol.weight_updates import (
     JoinUpdateGroup,
     LeaveUpdateGroup,
     ReceiveWeights,
+    TensorSpecs,
     UpdateWeightsReply,
 )
 from asyncrl.runtime.clock import Clock
@@ -46,7 +47,6 @@ from asyncrl.weights.versions import ScoredText
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.generation.transformers import TransformersEngine
     from asyncrl.weights.update_group import GroupMember
 
 T = TypeVar("T")
@@ -66,10 +66,25 @@ class _Update:
     digests: list[asyncio.Future[str]] = field(default_factory=list)
 
 
+class TensorEngine(Protocol):
+    """What a receiver asks of an engine of this process; TransformersEngine documents it."""
+
+    @property
+    def weights_device(self) -> torch.device: ...
+
+    def check_version(self, version: WeightVersion) -> None: ...
+
+    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None: ...
+
+    async def load_tensors(self, tensors: dict[str, torch.Tensor], version: WeightVersion) -> None: ...
+
+    def uses(self, flats: Sequence[torch.Tensor]) -> list[bool]: ...
+
+
 class StagedReceiver(WeightReceiver):
     """Collects the tensors of an update, then passes all of them to the engine at once."""
 
-    def __init__(self, engine: TransformersEngine, host: str, clock: Clock) -> None:
+    def __init__(self, engine: TensorEngine, host: str, clock: Clock) -> None:
         self._engine, self._host, self._clock = engine, host, clock
         self._groups: OrderedDict[str, GroupMember] = OrderedDict()
         self._update: _Update | None = None

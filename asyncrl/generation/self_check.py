@@ -10,11 +10,11 @@ waits for: its own requests, within the caller's limit.  unblocked by: the engin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -22,11 +22,8 @@ from transformers import PreTrainedConfig
 from asyncrl.architectures.agreement import Difference, SelfCheckError, bound_of
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.engine import EngineRequest, Generated
+from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
 from asyncrl.protocol.generation import SamplingParams
-
-if TYPE_CHECKING:
-    from asyncrl.generation.transformers import TransformersEngine
 
 _NEW_TOKENS = 6  # of each request
 _SMALL_PAGE = 8  # tokens; of the engine for a small copy
@@ -40,12 +37,19 @@ def prompt_lengths(page_size: int, max_length: int) -> list[int]:
 
 
 async def check_decoding(
-    engine: TransformersEngine, *, vocab_size: int, lengths: Sequence[int], bits: int, sharing: bool
+    engine: GenerationEngine[Any],
+    noise_of: Callable[[list[int]], Awaitable[float]],
+    *,
+    vocab_size: int,
+    lengths: Sequence[int],
+    bits: int,
+    sharing: bool,
 ) -> None:
     """Sample behind prompts of these lengths, all at once. With `sharing`, sample once more behind the longest, whose first pages
     are in the cache then.
 
-    bits: width of the engine's floating-point numbers. Raises SelfCheckError.
+    noise_of: measures the model's own rounding on a text. bits: width of the engine's floating-point numbers. Raises
+    SelfCheckError.
     """
     rng = np.random.default_rng(vocab_size)
     prompts = [rng.integers(vocab_size, size=length).tolist() for length in lengths]
@@ -58,7 +62,7 @@ async def check_decoding(
     scores = [np.array(await engine.score(text), np.float32)[-_NEW_TOKENS:] for text in texts]
     worst, bound = Difference.between(decoded, scores), bound_of(bits)
     if worst.nats > bound:
-        bound = bound_of(bits, max([await engine.scoring_noise(text) for text in texts]))
+        bound = bound_of(bits, max([await noise_of(text) for text in texts]))
     if worst.nats > bound:
         raise SelfCheckError(
             f"token {worst.token + 1} behind a prompt of {len(prompts[worst.text])} tokens was decoded with another logprob than a "
@@ -80,7 +84,7 @@ def small_engine_config(config: GenerationConfig) -> GenerationConfig:
 
 
 async def check_small_copy(
-    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], TransformersEngine]
+    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], GenerationEngine[Any]]
 ) -> None:
     """Start an engine on a small copy of the architecture, which checks itself at its start beyond the ends of its windows.
 
@@ -95,6 +99,6 @@ async def check_small_copy(
             await engine.close()
 
 
-async def _sample(engine: TransformersEngine, index: int, prompt: list[int]) -> Generated:
+async def _sample(engine: GenerationEngine[Any], index: int, prompt: list[int]) -> Generated:
     params = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=1.0, ignore_eos=True)
     return await engine.submit(EngineRequest(rid=f"self-check-{index}", input_ids=prompt, params=params))

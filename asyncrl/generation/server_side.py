@@ -24,7 +24,7 @@ from asyncrl.protocol.weight_updates import UpdateWeightsReply
 from asyncrl.runtime.clock import Clock
 
 if TYPE_CHECKING:
-    from asyncrl.generation.files import FetchedWeights
+    from asyncrl.generation.fetched import FetchedWeights
 
 T = TypeVar("T")
 

@@ -343,6 +343,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             with torch.random.fork_rng(devices):
                 await check_decoding(
                     self,
+                    self.scoring_noise,
                     vocab_size=self._vocab_size,
                     lengths=lengths,
                     bits=torch.finfo(self._model.dtype).bits,

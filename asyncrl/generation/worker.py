@@ -16,7 +16,7 @@ from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
 from asyncrl.generation.engines import Engines, engines_of
-from asyncrl.generation.files import FetchedWeights
+from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal
 from asyncrl.protocol.names import ACTOR

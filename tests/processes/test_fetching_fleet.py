@@ -15,7 +15,7 @@ from aiohttp import web
 from test_manager_http import FakeServer, Setup
 
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.files import FetchedWeights
+from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import FetchWeightsRequest
 from asyncrl.weights.fetch import WeightFetcher

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -115,6 +116,22 @@ def test_a_floor_imports_only_from_itself_and_below(folder):
     for file in (Path(asyncrl.__file__).parent / folder).glob("**/*.py"):
         found = set(re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE))
         assert found <= FLOORS[folder], f"{file.name} imports asyncrl.{sorted(found - FLOORS[folder])}"
+
+
+def test_no_modules_import_each_other():
+    root = Path(asyncrl.__file__).parents[1]
+    files = {".".join(file.relative_to(root).with_suffix("").parts): file for file in root.glob("asyncrl/**/*.py")}
+    imports = {
+        name: {
+            found
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module
+            for found in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            if found in files
+        }
+        for name, file in files.items()
+    }
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
 
 
 def test_process_folders_do_not_import_one_another():
