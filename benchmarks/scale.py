@@ -456,7 +456,7 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
     """The launcher's work for each process of a run: keep a lease, put a status."""
     from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.resolver import open_name_resolver
-    from asyncrl.runtime.names.etcd.server import EtcdServer
+    from tests.support.etcd_server import EtcdServer
 
     with EtcdServer(folder / "etcd_leases", folder / "etcd_leases.log") as server:
         config = NameResolveConfig(endpoints=[server.endpoint], timeout_s=60.0)
