@@ -98,11 +98,14 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     run = start(*ENDLESS)
     run.wait_for_step(1, LIMIT_S)
 
-    assert cli.main(["status", str(run.run_dir)]) == 0
-    by_folder = capsys.readouterr().out
+    def status_that_shows_running_workers():  # the launcher publishes statuses once a second
+        assert cli.main(["status", str(run.run_dir)]) == 0
+        shown = capsys.readouterr().out
+        return shown if "running" in shown else ""
+
+    by_folder = run.wait_until(status_that_shows_running_workers, "the workers were shown as running", LIMIT_S)
     assert re.match(r"step \d+/\d+, \d+ %, \d+:.* left, reward \d\.\d{3}\n", by_folder)
     assert all(worker in by_folder for worker in WORKERS)
-    assert "running" in by_folder
     assert cli.main(["status", str(config), f"fileroot={tmp_path}"]) == 0
     assert "master/0" in capsys.readouterr().out
     assert cli.main(["status", str(run.run_dir), "--json"]) == 0
