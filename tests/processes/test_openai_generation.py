@@ -39,8 +39,8 @@ class RecordingClient(PartialRolloutManager):
         )
         self.replies: list[tuple[list[int], GenerateReply]] = []
 
-    async def _request(self, route: Route, input_ids: list[int], params: SamplingParams, **more: Any) -> GenerateReply:
-        reply = await super()._request(route, input_ids, params, **more)
+    async def _request(self, route: Route, input_ids: list[int], params: SamplingParams, *more: Any) -> GenerateReply:
+        reply = await super()._request(route, input_ids, params, *more)
         self.replies.append((input_ids, reply))
         return reply
 
