@@ -27,7 +27,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
 
 
 def files(folder: str) -> set[Path]:
-    return set(Path(folder).parent.rglob("*"))
+    """All files but the bytecode of users' modules, which Python writes when it imports them."""
+    return {file for file in Path(folder).parent.rglob("*") if "__pycache__" not in file.parts}
 
 
 @pytest.mark.parametrize("check", [pytest.param(row, id=name) for row, name in zip(ROWS, NAMES, strict=True)])

@@ -566,8 +566,9 @@ async def test_another_nursery_never_runs_other_code(
     change(path)
     assert await ask(reward, "") == 0.5  # the judges that are there have the old code
     nursery = nursery_of(judges)
+    with_old_code = [judge.pid for judge in psutil.Process(nursery.pid).children()]
     nursery.kill()
-    await wait_until_gone(nursery.pid)
+    await wait_until_gone(nursery.pid, *with_old_code)
     for _ in range(2):
         with pytest.raises(CodeChangedError, match=r"rewards_of_test\.py:dangerous has changed"):
             await ask(reward, "")
