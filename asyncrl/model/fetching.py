@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -44,7 +45,8 @@ _READ_BYTES = 1 << 18
 _TYPE = "application/octet-stream"
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_answer = msgspec.msgpack.Decoder(list[memoryview]).decode
+# The header and a frame for each key. The limit holds before any part is made
+_decode_answer = msgspec.msgpack.Decoder(Annotated[list[memoryview], msgspec.Meta(max_length=_MAX_KEYS + 1)]).decode
 _decode_request = msgspec.msgpack.Decoder(HeldDataRequest).decode
 
 

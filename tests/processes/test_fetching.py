@@ -245,5 +245,9 @@ def test_an_answer_is_read_or_refused():
     ):
         with pytest.raises(CodecError):
             unpack_sample(broken, max_bytes=1_000_000)
+    with pytest.raises(
+        CodecError, match="length <= 257"
+    ):  # an object for each of many empty parts would fill the memory
+        unpack_sample(msgspec.msgpack.encode([b""] * 300), max_bytes=1_000_000)
     with pytest.raises(CodecError, match="at most"):
         unpack_sample(body, max_bytes=100)
