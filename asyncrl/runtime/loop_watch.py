@@ -41,4 +41,5 @@ def _watch(loop: asyncio.AbstractEventLoop, thread_id: int, logger: logging.Logg
             limit_s,
             stack,
         )
-        turned.wait()
+        while not (turned.wait(limit_s) or loop.is_closed()):
+            pass
