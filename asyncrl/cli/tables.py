@@ -169,12 +169,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return wrap(line) or [""]
         margin = " " * (len(line) - len(line.lstrip()))
         example, *rest = re.split(r"\s{3,}", line.strip(), maxsplit=1)
-        message = [
+        meaning = [
             part
             for text in rest
             for part in wrap(text, initial_indent=f"{margin}    ", subsequent_indent=f"{margin}    ")
         ]
-        return [margin + example, *message]
+        return [margin + example, *meaning]
 
 
 def _is_prose(line: str) -> bool:

@@ -73,7 +73,7 @@ async def _try_task(
     if isinstance(prompt, PromptError):
         problem = f"none of its first prompts can be used: {prompt}"
         return Finding(f"rollout.tasks.{name}", "fail", problem, "correct the prompts, or use another tokenizer")
-    message = []
+    results = []
     for kind, spec, arguments in (("agent", task.agent, task.agent_args), ("env", task.env, task.env_args)):
         if not spec and not arguments:
             continue
@@ -82,7 +82,7 @@ async def _try_task(
         except _TrialFailed as error:
             return _failed(f"rollout.tasks.{name}.{kind}", spec or f"the default {kind}", error)
         if spec:
-            message.append(f"{kind} {spec} can be imported")
+            results.append(f"{kind} {spec} can be imported")
     if task.reward and prompt is not None:
         text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
         response = f"its answer {text[:_SHOWN]!r}" if text else "nothing"
@@ -96,10 +96,10 @@ async def _try_task(
                 remedy = "fix it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
                 return replace(finding, state="warn", remedy=remedy)
             return finding
-        message.append(f"{task.reward} gives {value:g} if the response to {prompt.plain_text[:_SHOWN]!r} is {response}")
+        results.append(f"{task.reward} gives {value:g} if the response to {prompt.plain_text[:_SHOWN]!r} is {response}")
     elif task.reward:
-        message.append(f"{task.reward} was not called: no training prompt belongs to this task")
-    return Finding(f"task {name}", "ok", "; ".join(message))
+        results.append(f"{task.reward} was not called: no training prompt belongs to this task")
+    return Finding(f"task {name}", "ok", "; ".join(results))
 
 
 def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:

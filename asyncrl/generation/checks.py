@@ -513,10 +513,10 @@ class VerifiedLoads:
                 if scores is None:
                     scores = scored[0][: len(ids)]
                 largest = self._check.check(version, scored_text, fingerprint, scores)
-                message = [logprob for found in decoded for logprob in found.logprobs]
+                logprobs = [logprob for found in decoded for logprob in found.logprobs]
                 own = [logprob for text, row in zip(prompts, scored, strict=False) for logprob in row[len(text) :]]
                 try:
-                    return max(largest, self._check.check_decoded(version, message, own)), len(message)
+                    return max(largest, self._check.check_decoded(version, logprobs, own)), len(logprobs)
                 except LogprobMismatch:
                     if not tries_left:
                         raise

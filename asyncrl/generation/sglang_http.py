@@ -282,9 +282,9 @@ def _piece(data: bytes) -> Piece:
     except DECODE_ERRORS as error:
         raise SGLangError(f"/generate sent an answer that cannot be decoded ({error}): {data[:200]!r}") from error
     if piece.error is not None:
-        text = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
-        code = text.get("code", 500)
-        raise SGLangError(str(text.get("message", text)), code if isinstance(code, int) else 500)
+        body = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
+        code = body.get("code", 500)
+        raise SGLangError(str(body.get("message", body)), code if isinstance(code, int) else 500)
     finish = piece.meta_info.finish_reason
     if finish is not None and finish.type == "abort" and finish.status_code is not None:
         raise SGLangError(finish.message or "aborted", finish.status_code)

@@ -77,7 +77,7 @@ def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:
             config.allocation,
             "a phase begins from the checkpoint of the phase before it: set checkpoint.every_s",
         )
-    message: list[Problem] = []
+    problems: list[Problem] = []
     for phase in of_run:
-        message += [problem for problem in problems_of_layout(phase) if problem not in message]
-    yield from message
+        problems += [problem for problem in problems_of_layout(phase) if problem not in problems]
+    yield from problems

@@ -105,8 +105,8 @@ class BroadcastInManager(ManagerSide):
 
     def _warn(self, version: str, reply: BroadcastReply) -> None:
         """Warn that servers load from disk because a broadcast failed: once for each, until a broadcast to it has succeeded."""
-        message = self._failing.union(reply.mismatched)
-        new = {server: why for server, why in reply.errors.items() if server not in message}
+        warned = self._failing.union(reply.mismatched)
+        new = {server: why for server, why in reply.errors.items() if server not in warned}
         if new:
             self._failing.update(new)
             causes = "; ".join(sorted(set(new.values())))

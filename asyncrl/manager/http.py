@@ -390,7 +390,7 @@ class _Metrics:
         tokens = {
             (view.server,): servers[view.server].used_tokens + servers[view.server].promised_tokens for view in views
         }
-        told = "tokens the server last reported, plus tokens expected of groups assigned since"
+        promised = "tokens the server last reported, plus tokens expected of groups assigned since"
         families: tuple[tuple[Any, str, str, list[str], Mapping[Any, float]], ...] = (
             (CounterMetricFamily, "tickets", "tickets by event and reason", ["event", "reason"], ledger.counters),
             (CounterMetricFamily, "refused", "answers without a ticket", ["reason"], refused),
@@ -403,7 +403,7 @@ class _Metrics:
             ),
             (GaugeMetricFamily, "server_state", "1 for the server's current state", ["server", "state"], states),
             (GaugeMetricFamily, "server_running", "groups running on the server", ["server"], running),
-            (GaugeMetricFamily, "server_tokens", told, ["server"], tokens),
+            (GaugeMetricFamily, "server_tokens", promised, ["server"], tokens),
             (CounterMetricFamily, "updates", "weight updates", ["event", "server"], self._fleet.counters),
             (CounterMetricFamily, "update_seconds", "seconds spent in successful updates", ["server"], seconds),
         )

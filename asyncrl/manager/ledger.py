@@ -267,7 +267,8 @@ class Ledger:
     def allocate(self, requests: Sequence[AllocateRequest], now: float) -> list[AllocateReply]:
         """Return the answers, in the order of the requests. Tickets are granted in turn, so that no request takes them all.
 
-        A repeated request id gets the same tickets again, except those that have ended.
+        A request id that came in an earlier call gets the same tickets again, except those that have ended. No id is twice in one
+        call.
         """
         self._expire_grace(now)
         asked: list[tuple[AllocateRequest, _Holder | None, list[Ticket]]] = []  # with the tickets that are granted now

@@ -191,10 +191,12 @@ def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> 
 
 @dataclass
 class Ages:
-    """How old the trained responses of a run were: counts of all of them. The age of a response is its head off-policyness.
+    """How old the trained responses of a run were: counts of all of them.
 
-    They are part of the master's state, so a continued run keeps the counts of
-    the steps before its checkpoint. Memory: one number for each tail off-policyness, and for each pair of length bin and age."""
+    The age of a response is its head off-policyness: the version that the step trained from, minus the version that sampled the
+    first token. Its tail off-policyness is the same for the last token. Both are in weight versions. The counts are part of the
+    master's state, so a continued run keeps those of the steps before its checkpoint. Memory: one number for each tail
+    off-policyness, and for each pair of length bin and age."""
 
     by_length: dict[int, dict[int, int]] = field(default_factory=dict)  # bits of the length -> age -> responses
     tails: dict[int, int] = field(default_factory=dict)  # tail off-policyness -> responses

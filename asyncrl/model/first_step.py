@@ -157,10 +157,10 @@ class FirstStep:
         if not last:
             return {}
         workers = workers_of(engine)
-        message = [msgspec.msgpack.encode(self._found)]
+        payloads = [msgspec.msgpack.encode(self._found)]
         if len(workers) > 1:
-            message = [payload for _, payload in sorted(exchange(workers, message[0]).items())]
-        found = sum((msgspec.msgpack.decode(payload, type=Compared) for payload in message), Compared())
+            payloads = [payload for _, payload in sorted(exchange(workers, payloads[0]).items())]
+        found = sum((msgspec.msgpack.decode(payload, type=Compared) for payload in payloads), Compared())
         if problem := verdict(found, self.config):
             if self.config.action == "stop":
                 raise MismatchError(problem)

@@ -76,6 +76,6 @@ def _score(engine: TrainEngine, texts: list[list[int]]) -> list[npt.NDArray[np.f
     groups = [{"packed_input_ids": [np.array(text)]} for text in texts]  # a row has them in this order
     found = engine.logprobs(SequenceSample.from_groups([str(i) for i in range(len(texts))], groups), temperature=1.0)
     payload = found.astype("<f4").tobytes() if found is not None else b""
-    message = exchange(workers_of(engine), payload) if len(workers_of(engine)) > 1 else {0: payload}
-    (answer, *_) = [payload for _, payload in sorted(message.items()) if payload]
+    payloads = exchange(workers_of(engine), payload) if len(workers_of(engine)) > 1 else {0: payload}
+    (answer, *_) = [payload for _, payload in sorted(payloads.items()) if payload]
     return np.split(np.frombuffer(answer, "<f4"), np.cumsum([len(text) for text in texts])[:-1])

@@ -63,12 +63,12 @@ def reallocate(
         holding_of(source, read_from) if source is not None else None,
         holding_of(target, written_to) if target is not None else None,
     )
-    message = {
+    held_by = {
         worker: msgspec.msgpack.decode(payload, type=_HeldShards)
         for worker, payload in exchange(workers, msgspec.msgpack.encode(mine)).items()
     }
-    sources = {worker: held.source for worker, held in message.items() if held.source is not None}
-    targets = {worker: held.target for worker, held in message.items() if held.target is not None}
+    sources = {worker: held.source for worker, held in held_by.items() if held.source is not None}
+    targets = {worker: held.target for worker, held in held_by.items() if held.target is not None}
     ours, theirs = tensors_of(sources), tensors_of(targets)
     _check_fit(
         {name: piece.shape for name, piece in ours.items()}, {name: piece.shape for name, piece in theirs.items()}

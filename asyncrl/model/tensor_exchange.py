@@ -49,8 +49,8 @@ def exchange(workers: Sequence[int], payload: bytes) -> dict[int, bytes]:
 
 def exchange_holdings(workers: Sequence[int], mine: Holding) -> dict[int, Holding]:
     """Exchange the holdings of all workers. Collective."""
-    message = exchange(workers, msgspec.msgpack.encode(mine))
-    return {worker: msgspec.msgpack.decode(message[worker], type=Holding) for worker in sorted(message)}
+    payloads = exchange(workers, msgspec.msgpack.encode(mine))
+    return {worker: msgspec.msgpack.decode(payloads[worker], type=Holding) for worker in sorted(payloads)}
 
 
 def local_part(tensor: Tensor) -> tuple[Box, Tensor]:

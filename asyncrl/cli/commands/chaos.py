@@ -237,12 +237,12 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     result = code if code else FAILED if problems else 0
     back = injector.recovered_s if injector is not None else {}
     if arguments.json:
-        message = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
+        faults = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
         print_json(
             {
                 "run_dir": str(subject.run_dir),
                 "exit_code": result,
-                "faults": message,
+                "faults": faults,
                 "costs": costs,
                 "audit": found,
                 "problems": problems,

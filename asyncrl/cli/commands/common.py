@@ -114,11 +114,11 @@ def process_table(title: str, specs: Sequence[ProcessSpec]) -> FittedTable:
         env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))
         uses = ", ".join(["a core or device" if spec.computes else "little", *holds(spec)])
         rows.setdefault((spec.kind, uses, env), []).append(spec.name)
-    wording, cells = "", []
+    previous, cells = "", []
     for (_, uses, env), names in rows.items():
         named = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
-        cells.append((named, uses, escape("the same" if env and env == wording else env)))
-        wording = env
+        cells.append((named, uses, escape("the same" if env and env == previous else env)))
+        previous = env
     return FittedTable(title, [Column(name, "text") for name in ("process", "uses", "environment")], cells)
 
 

@@ -38,8 +38,8 @@ class OomCounters:
                 limit = f", the limit is {size}" if (size := _limit_of(file)) else ""
                 self._told = (f"{file} counts {count - before[file]} more{limit}", now)
                 break
-        text, message = self._told
-        return text if now - message < _LATELY_S else ""
+        text, seen_at = self._told
+        return text if now - seen_at < _LATELY_S else ""
 
     def _read(self) -> dict[Path, int]:
         counts = {}

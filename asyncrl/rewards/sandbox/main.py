@@ -79,8 +79,8 @@ def main(control: int) -> None:
     os.write(control, b"L")
     while True:
         given = read_message(control)
-        message, out, err = run(control, program, given, alone)
-        header = b"".join(int(number).to_bytes(8, "little", signed=True) for number in (*message, len(out), len(err)))
+        result, out, err = run(control, program, given, alone)
+        header = b"".join(int(number).to_bytes(8, "little", signed=True) for number in (*result, len(out), len(err)))
         write_all(control, header + out + err)
 
 
@@ -160,8 +160,8 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
     cpu_s = children_cpu_s() - spent
     if why == ENDED and code == -signal.SIGXCPU:
         why = CPU_TIME
-    message = (why, code, left, cpu_s * 1e6, (time.monotonic() - start) * 1e6)
-    return message, bytes(outputs[out_read][:room]), bytes(outputs[err_read][:room])
+    result = (why, code, left, cpu_s * 1e6, (time.monotonic() - start) * 1e6)
+    return result, bytes(outputs[out_read][:room]), bytes(outputs[err_read][:room])
 
 
 # -------------------------------------------------------------------------------------------------------------- watching
