@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,17 @@ from asyncrl.runtime.services import Services
 _SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # threads or judge processes of a sync function at the same time
 _MAX_ABANDONED = 32  # threads that exceeded their time limit and still run; at this number no call is started
+# Errors that do not leave a thread as they are. A future cannot carry StopIteration. asyncio turns the next three into its own
+# errors, which mean the end of a limit or of the waiting task, and drops their tracebacks. The last two would end the worker, and
+# generated code may call exit()
+_CHANGED_ON_THE_WAY = (
+    StopIteration,
+    CancelledError,
+    asyncio.CancelledError,
+    TimeoutError,
+    SystemExit,
+    KeyboardInterrupt,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +226,7 @@ def start_thread(run: Callable[[], Any], name: str) -> Future[Any]:
     def body() -> Any:
         try:
             return run()
-        except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
-            # A future cannot carry StopIteration. SystemExit (generated code may call exit()) and KeyboardInterrupt would end the
-            # worker.
+        except _CHANGED_ON_THE_WAY as raised:
             raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
         finally:
             if os.getpid() != process:  # the user's code forked, and its child returned into this code

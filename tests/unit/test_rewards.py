@@ -32,7 +32,7 @@ PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task=
 RIGHT, WRONG, CUT = Completion("4", True), Completion("5", True), Completion("4", False)
 
 SOURCE = """
-import asyncio, threading
+import asyncio, concurrent.futures, threading
 from helper_of_rewards import WORTH
 
 threads = set()
@@ -70,6 +70,12 @@ def raises(prompt, completion, answer):
 
 def stops(prompt, completion, answer):
     return next(iter(()))
+
+def times_out(prompt, completion, answer):
+    raise TimeoutError("of a pool of its own")
+
+def is_cancelled(prompt, completion, answer):
+    raise concurrent.futures.CancelledError("by a pool of its own")
 
 class Odd(BaseException):
     pass
@@ -189,7 +195,7 @@ async def test_an_async_function_that_hangs_times_out(make: Callable[..., Reward
     assert caught.value.reason == "reward_timeout"
 
 
-@pytest.mark.parametrize("name", ["raises", "stops", "leaves"])
+@pytest.mark.parametrize("name", ["raises", "stops", "leaves", "times_out", "is_cancelled"])
 async def test_an_error_rejects_the_rollout_and_only_the_first_is_logged(
     make: Callable[..., Reward], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
