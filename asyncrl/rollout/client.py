@@ -188,6 +188,8 @@ class PartialRolloutManager:
         Waits for the ticket's server or, after its loss, for the manager to name another; unblocked by the end of a piece, an
         update's interruption, or request_timeout_s.
         """
+        if sampling.max_new_tokens < 1:  # of an agent of the user's: the config allows no such value
+            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
         self._routes[route.ticket.ticket_id] = route
         response = Response(list(input_ids))
         failures = aborts = 0  # since the last new token

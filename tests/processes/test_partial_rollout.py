@@ -136,6 +136,16 @@ async def test_the_last_chunk_asks_for_no_more_than_is_left(
     assert [request.sampling_params.max_new_tokens for request in servers[0].requests] == [20, 12]
 
 
+async def test_a_response_without_room_for_a_token_is_a_mistake_of_the_agent(
+    servers: list[FakeGenerationServer], make_client: MakeClient
+) -> None:
+    client = await make_client()
+    sampling = replace(SAMPLING, max_new_tokens=0)
+    with pytest.raises(ValueError, match="max_new_tokens is 0; it must be at least 1"):
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], sampling, [0])
+    assert servers[0].requests == []
+
+
 async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
