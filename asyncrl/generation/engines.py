@@ -56,7 +56,7 @@ class Engines(ABC):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]: ...
 
     @abstractmethod
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         """For a status line about the engine's start: what the server waits for, in words; and the folder, interpreter or URL that
         it waits for."""
 
@@ -64,7 +64,7 @@ class Engines(ABC):
 class EmbeddedEngines(Engines):
     """transformers computes in this process."""
 
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         return "loading the model", self._config.model_path
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
@@ -82,7 +82,7 @@ class EmbeddedEngines(Engines):
 class SGLangEngines(Engines):
     """A SGLang server that this process starts and owns."""
 
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         return "starting SGLang", self._config.generation.python or "this environment's"
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
@@ -110,7 +110,7 @@ class SGLangEngines(Engines):
 class ExternalEngines(Engines):
     """A SGLang server that another program runs."""
 
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         return "an answer of SGLang", self._config.generation.urls[self._info.index]
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:

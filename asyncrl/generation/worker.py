@@ -49,7 +49,7 @@ class GenerationServer(Worker):
         after_engine = await opened.enter_async_context(AsyncExitStack())
         opened.push_async_callback(engine.close)  # fails the requests in flight, so that the HTTP handlers return
         if not config.shares_devices:  # otherwise the engine starts when the manager wakes it
-            what, on = engines.told()
+            what, on = engines.start_wait()
             self.logger.info("%s (%s)", what, on)
             limit_s = config.generation.load_timeout_s + _START_SLACK_S
             await self.board.bounded(engine.start(), what=what, on=on, limit_s=limit_s, detail=engine.progress)

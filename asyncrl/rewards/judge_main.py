@@ -291,8 +291,8 @@ def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool
                 return {"no_number": shown(value)}, True
         return {"values": numbers, "seconds": time.perf_counter() - start}, True
     except BaseException as error:
-        text = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
-        return text, isinstance(error, Exception) and not isinstance(error, MemoryError)
+        answer = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
+        return answer, isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 async def _all(function: Any, arguments: list[Any]) -> list[Any]:

@@ -232,7 +232,7 @@ class SimEngines(Engines):
             asleep=self._config.shares_devices,
         )
 
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         return "starting", self._config.worker.name
 
 

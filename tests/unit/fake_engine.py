@@ -15,7 +15,7 @@ TRAITS = EngineTraits(
 
 
 class FakeEngines(Engines):
-    def told(self) -> tuple[str, str]:
+    def start_wait(self) -> tuple[str, str]:
         return "starting the fake", self._config.model_path
 
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:

@@ -64,7 +64,7 @@ async def starting(engine: str, run_dir: Path) -> AsyncIterator[GenerationEngine
     journal = kind.journal()
     made = await asyncio.to_thread(kind.make, journal, None)
     try:
-        assert all(isinstance(text, str) for text in (*kind.told(), made.progress()))
+        assert all(isinstance(text, str) for text in (*kind.start_wait(), made.progress()))
         await asyncio.wait_for(made.start(), LIMIT_S)
         yield made
     finally:
