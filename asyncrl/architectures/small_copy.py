@@ -174,7 +174,8 @@ def _shrink(values: dict[str, Any]) -> None:
 
 
 def _shrink_layer(layer: dict[str, Any], original: Mapping[str, Any], small: Mapping[str, Any]) -> None:
-    """Give a layer sizes that are to those of the other layers as in the original. The parts of a head are as wide as the head."""
+    """Shrink the sizes of one layer in the proportion in which those of all layers were shrunk. A head that was as wide as its
+    parts together stays so."""
     whole = {**original, **layer}
     for name, value in layer.items():
         if type(value) is int and small.get(name):
@@ -203,7 +204,8 @@ def _num_layers(values: Mapping[str, Any], number: int) -> int:
         {repr(kind) for kind in pattern[:kept]} != {repr(kind) for kind in pattern} for pattern in patterns
     ):
         kept += 1
-    sharing = [layer for pattern in patterns for layer, kind in enumerate(pattern) if kind == "hybrid"]  # their weights
+    # Hybrid layers share their weights: keep two of them
+    sharing = [layer for pattern in patterns for layer, kind in enumerate(pattern) if kind == "hybrid"]
     if len(sharing) > 1 and sharing[1] < _MAX_LAYERS:
         kept = max(kept, sharing[1] + 1)
     return kept

@@ -117,7 +117,7 @@ class WeightReceiver(ABC):
     serves nothing until a load succeeds.
     """
 
-    num_ranks = 1  # that the engine takes in a group: one for each tensor parallel rank
+    num_ranks = 1  # number of the engine's ranks in a group: one for each tensor parallel rank
 
     @abstractmethod
     async def join(self, group: JoinUpdateGroup) -> None:

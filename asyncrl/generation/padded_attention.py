@@ -167,9 +167,8 @@ def padded_attention(
             out = out.reshape(B * Q, num_heads, value_width)
         else:
             q = q.view(B, Q, num_kv_heads, group, width)
-            q = q.permute(0, 2, 3, 1, 4).reshape(
-                B, num_kv_heads, group * Q, width
-            )  # queries of one key head are adjacent
+            # Queries of one key head are adjacent
+            q = q.permute(0, 2, 3, 1, 4).reshape(B, num_kv_heads, group * Q, width)
             mask = mask.expand(B, 1, group, Q, K).reshape(B, 1, group * Q, K)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
             out = out.view(B, num_kv_heads, group, Q, value_width).permute(0, 3, 1, 2, 4)

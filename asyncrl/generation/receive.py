@@ -67,7 +67,7 @@ class _Update:
 
 
 class TensorEngine(Protocol):
-    """What a receiver asks of an engine of this process; TransformersEngine documents it."""
+    """The methods of an engine of this process that StagedReceiver calls. TransformersEngine documents them."""
 
     @property
     def weights_device(self) -> torch.device: ...
@@ -163,9 +163,8 @@ class StagedReceiver(WeightReceiver):
             if flat is None or flat.numel() != num_bytes:
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._engine.weights_device)
             tensors = views(flat, bucket)
-            async with asyncio.timeout(
-                bucket.limit_s + 1.0
-            ):  # the group enforces limit_s itself, except for some transports
+            # The group enforces limit_s itself, except for some transports
+            async with asyncio.timeout(bucket.limit_s + 1.0):
                 await member.broadcast(flat, bucket.limit_s)
         except (TimeoutError, RuntimeError, ValueError) as error:
             await self.leave(bucket.group_name)  # its connections, or the data in transit on them, are broken

@@ -226,9 +226,8 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
                 "scheduler; start it with --disable-radix-cache --disable-overlap-schedule, or use abort, retract or wait"
             )
         self._max_prompt = settings.max_req_input_len - 1
-        self._max_length = min(
-            self._limits.max_length, settings.max_req_input_len + 4
-        )  # max_req_input_len is the context less 6 positions; prompt and response together may use all but 2
+        # max_req_input_len is the context less 6 positions; prompt and response together may use all but 2
+        self._max_length = min(self._limits.max_length, settings.max_req_input_len + 4)
         self._in_background(self._watch(), "watch")
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
 

@@ -62,10 +62,8 @@ _NOTE_S = 1.0  # seconds between two recordings during SGLang's start; repeated,
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
-_GRACE_S = {
-    True: 7.0,
-    False: 0.5,
-}  # from SIGTERM to SIGKILL, by on_gpu: on a GPU SGLang first releases its memory; on a CPU it has nothing to release
+# From SIGTERM to SIGKILL, by on_gpu. On a GPU SGLang first releases its memory; on a CPU it has nothing to release
+_GRACE_S = {True: 7.0, False: 0.5}
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
@@ -90,8 +88,8 @@ class ServerLink(ABC):
     """The engine's interface to a SGLang server. The defaults are those of a server that another program runs."""
 
     url: str
-    api_key = ""  # that it requires; "": none
-    can_sleep = False  # whether it can release its memory and get it back
+    api_key = ""  # the key that the server requires; "": none
+    can_sleep = False  # whether the server can release its memory and get it back
 
     @abstractmethod
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
@@ -238,9 +236,8 @@ def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "SGLANG_FORCE_SHUTDOWN": "1",  # on SIGTERM SGLang ends without waiting for its requests
     }
-    environment.setdefault(
-        "PYTHONWARNINGS", "ignore"
-    )  # SGLang's libraries warn about missing hardware; the warnings would flood the log
+    # SGLang's libraries warn about missing hardware; the warnings would flood the log
+    environment.setdefault("PYTHONWARNINGS", "ignore")
     if not on_gpu:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -367,9 +364,8 @@ class SGLangProcess(ServerLink):
 
     def progress(self) -> str:
         """The text of the last timestamped line of the log."""
-        said = [
-            line for line in tail_of(self._log, line_chars=_LINE_CHARS).splitlines() if line.startswith("[")
-        ]  # `[time] text`
+        last = tail_of(self._log, line_chars=_LINE_CHARS).splitlines()
+        said = [line for line in last if line.startswith("[")]  # `[time] text`
         return f" ({said[-1].partition('] ')[2][:_SHOWN_CHARS]})" if said else ""
 
     def how_it_ended(self) -> str | None:

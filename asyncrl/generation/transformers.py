@@ -78,7 +78,7 @@ from asyncrl.weights.versions import VerifiedVersion
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FEWER_TOKENS = 6
+_FEWER_TOKENS = 6  # by at most so many tokens `scoring_noise` shortens a text
 _STOP_TIMEOUT_S = 8.0
 _ALIGNMENT = 64  # bytes; torch's alignment of newly allocated CPU tensors
 
@@ -401,12 +401,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
             self._eos_token_ids.update([eos] if isinstance(eos, int) else eos or [])
         try:
             self._manager = self._make_manager(layers if padded else ())
-        except (
-            ValueError,
-            KeyError,
-            AttributeError,
-            TypeError,
-        ) as error:  # an architecture that transformers' cache does not know
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            # An architecture that transformers' cache does not know
             raise self._cannot_run(error) from error
         self._opened.push_async_callback(self._stop)
         self._manager.start()
@@ -670,8 +666,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
         return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
 
     async def scoring_noise(self, input_ids: list[int]) -> float:
-        """The model's own rounding: the largest difference that another attention implementation of transformers makes (0 if
-        the architecture has only one), or the absence of up to _FEWER_TOKENS last tokens, which changes the shapes of products.
+        """The model's own rounding: the largest change of a logprob in other computations of the same text. These are without up
+        to _FEWER_TOKENS last tokens, which changes the shapes of products, and with transformers' other attention implementations.
         """
         full: list[float] = await self._in_control(partial(self._score, input_ids))
         others: list[list[float]] = [

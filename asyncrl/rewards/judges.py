@@ -294,13 +294,8 @@ class Judges:
         pump = self._pump = Pump(self._output, f"the reward {self.spec}", self._max_output_bytes)
         with theirs, contextlib.closing(pump):
             nursery = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    program,
-                    str(theirs.fileno()),
-                    self.spec,
-                ],  # the spec is for `ps` and fault injection
+                # The spec is for `ps` and fault injection
+                [sys.executable, "-P", program, str(theirs.fileno()), self.spec],
                 stdin=subprocess.DEVNULL,
                 stdout=pump.writer,
                 stderr=subprocess.STDOUT,

@@ -64,9 +64,8 @@ class Response:
         return min((version for version, _ in self.versions), default=NOT_SAMPLED)
 
 
-OnPiece = Callable[
-    [Response], bool
-]  # called with a response after each new piece; may shorten it; True: stop generating
+# Called with a response after each new piece; may shorten it; True: stop generating
+OnPiece = Callable[[Response], bool]
 
 
 class Episode:
@@ -250,9 +249,8 @@ def total_rewards(sample: SequenceSample) -> npt.NDArray[np.float32]:
 def summary_of(sample: SequenceSample) -> GroupSummary:
     """The summary of a sample of one group. Its rewards are `total_rewards`."""
     starts = sample.cu_seqlens()[:-1]
-    sampled = np.add.reduceat(
-        sample.data["loss_mask"].astype(np.int64), starts
-    )  # reduceat needs non-empty sequences; each has sampled tokens
+    # reduceat needs non-empty sequences; each has sampled tokens
+    sampled = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), starts)
     return GroupSummary(
         seqlens=list(sample.seqlens["packed_input_ids"][0]),
         response_lengths=sampled.tolist(),

@@ -210,9 +210,8 @@ class _Threads:
     """Threads of plain `chat` functions. Limits the number of running and of abandoned threads."""
 
     def __init__(self) -> None:
-        self.room = asyncio.Semaphore(
-            _MAX_THREADS
-        )  # a conversation holds a place while it runs; one that waits gets a place when another's rollout ends
+        # A conversation holds a place while it runs. One that waits gets a place when another's rollout ends
+        self.room = asyncio.Semaphore(_MAX_THREADS)
         self._started: list[Future[Any]] = []
 
     def start(self, run: Callable[[], Any], name: str) -> asyncio.Future[Any]:

@@ -288,9 +288,8 @@ class PartialRolloutManager:
                     failure = f"{status} {content[:500].decode(errors='replace')}"
                 if refuses_content(status):
                     raise RolloutRejected("generation_refused", f"{server}: {failure}")
-                if (
-                    status and class_of_status(status) is ErrorClass.PERMANENT
-                ):  # wrong key or address: not the prompt's fault
+                if status and class_of_status(status) is ErrorClass.PERMANENT:
+                    # A wrong key or address: not the prompt's fault
                     raise _ServerLostError(f"refuses requests: {failure}")
                 busy = bool(status) and class_of_status(status) is ErrorClass.PASSING
                 delay_s = next(busy_delays_s if busy else delays_s, None)

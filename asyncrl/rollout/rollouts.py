@@ -124,7 +124,7 @@ class TaskTable:
 
 
 def check_class(field: str, settings: Mapping[str, Any], kind: Kind) -> float:
-    """As load_class, with the fields of the task (`asyncrl-launch check` calls it in a judge process)."""
+    """Like load_class, for `asyncrl-launch check`, which calls it in a judge process. settings: the task's fields."""
     load_class(field, TaskConfig(**settings), kind)
     return 1.0
 

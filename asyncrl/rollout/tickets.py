@@ -46,9 +46,8 @@ class ManagerClient:
         self._service = service
         self._worker, self._incarnation, self._new_id = worker, incarnation, new_id
         self._limit_s = call_limit_s
-        self._results: list[
-            tuple[RolloutResult, asyncio.Future[None]]
-        ] = []  # bounded: each result occupies its rollout's slot
+        # Bounded: each result occupies its rollout's slot
+        self._results: list[tuple[RolloutResult, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def close(self) -> None:

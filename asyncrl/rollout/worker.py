@@ -67,9 +67,8 @@ class RolloutWorker(Worker):
             max_requests=_connection_limit(
                 rollout.max_concurrent_per_worker * (rollout.group_size + 1),
                 self.logger,
-                files_each=3
-                if tasks.chat
-                else 1,  # with the OpenAI API both ends of the agent's connection to it are in this process, too
+                # With the OpenAI API both ends of the agent's connection to it are in this process, too
+                files_each=3 if tasks.chat else 1,
             ),
         )
         opened.push_async_callback(client.close)

@@ -97,9 +97,8 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     step: int
     time: float  # seconds since the epoch
-    parent: (
-        tuple[int, int] | None
-    )  # (attempt, step) of the checkpoint that the attempt continued from; None: it began anew
+    # (attempt, step) of the checkpoint that the attempt continued from; None: it began anew
+    parent: tuple[int, int] | None
     data: DataIdentity
     done_cursor: Locator
     done_beyond: list[Locator]

@@ -43,9 +43,8 @@ T = TypeVar("T")
 BACKENDS = ("gloo", "nccl")
 _BLOCK_BYTES = 1 << 16
 _DIGEST_BYTES = 1 << 24  # the most that `digest` reads of a bucket
-_NCCL_LIMIT = timedelta(
-    hours=1
-)  # of NCCL's watchdog; each broadcast has a limit of its own, and `leave` aborts it before that
+# Limit of NCCL's watchdog. Each broadcast has a limit of its own, and `leave` aborts it before that
+_NCCL_LIMIT = timedelta(hours=1)
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks

@@ -59,9 +59,8 @@ ENDED, CPU_TIME, WALL_TIME, MEMORY, PROCESSES, OUTPUT = range(6)
 
 def main(control: int) -> None:
     """Serve one program: set up once, then run one input after another until the other end closes the socket."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # process 1 of a namespace receives SIGINT only if it has a handler, so remove Python's handler
+    # Process 1 of a namespace receives SIGINT only if it has a handler, so remove Python's handler
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     setup = marshal.loads(read_message(control))
     alone = setup["alone"]
     if alone and os.getuid() == 0:

@@ -666,9 +666,8 @@ def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
             "name). To run them without isolation, as this user and with this user's files, set isolation='limits'"
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if (
-        os.getuid() == 0
-    ):  # RLIMIT_NPROC does not limit root, so the first process may only change its user, and then is not root any more
+    if os.getuid() == 0:
+        # RLIMIT_NPROC does not limit root, so the first process may only change its user, and then is not root any more
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]

@@ -157,10 +157,8 @@ def build_filter(*, told: bool) -> bytes:
     code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
     for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         code += _on(number.pop(name), _argument_unless(0, 0, refuse))
-    for name in (
-        "setpriority",
-        "ioprio_set",
-    ):  # PRIO_PROCESS is 0, IOPRIO_WHO_PROCESS 1; the second argument is the process
+    for name in ("setpriority", "ioprio_set"):
+        # PRIO_PROCESS is 0, IOPRIO_WHO_PROCESS 1; the second argument is the process
         which = 0 if name == "setpriority" else 1
         only_me = [_argument(0), *_unless(_EQUAL, which, _op(_RETURN, refuse)), *_argument_unless(1, 0, refuse)]
         code += _on(number.pop(name), only_me)
