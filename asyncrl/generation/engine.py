@@ -434,8 +434,8 @@ class GenerationEngine(ABC, Generic[P]):
         self._check_alive()
         if mode not in self.pause_modes:
             raise RequestRefused(
-                f"mode {mode!r} is not supported by this server; use one of {', '.join(INTERRUPT_MODES)} (in_place only "
-                "with generation.interrupt=in_place, which disables prefix sharing)"
+                f"mode {mode!r} is not supported by this server; use one of {', '.join(self.pause_modes)} (in_place needs "
+                "generation.interrupt=in_place, which disables prefix sharing)"
             )
         self._paused = True
         count = len(self._running)
