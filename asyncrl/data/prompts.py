@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_TASK = "default"  # the task of a line if the config has neither task_key nor default_task
 TOOLS_KEY = "tools"  # field of a line with the tools that the chat template shows
 _MOST_ADDED = 4  # tokens that a tokenizer adds to a text
-_MOST_CHARACTERS = 1024  # of a token: a prompt with more for each token of max_prompt_length is too long
+_MOST_CHARACTERS = 1024  # for each token of max_prompt_length: a text with more is enormous
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 _BOM = b"\xef\xbb\xbf"
@@ -79,6 +79,7 @@ class Lengths:
     longest: int = 0
     index: int = 0  # of the longest prompt
     is_complete: bool = True  # False: time was over before all that may be too long were measured
+    is_exact: bool = True  # False: of an enormous prompt only the beginning was measured
 
 
 class PromptError(ValueError):
@@ -219,6 +220,7 @@ class PromptSource:
                 continue
             added = max(added, len(text.encode(errors="replace")) - sizes[index])
             found.num_over += len(input_ids) > limit
+            found.is_exact &= len(text) <= self._most_characters
             if len(input_ids) > found.longest:
                 found.longest, found.index = len(input_ids), index
         return found
@@ -247,22 +249,32 @@ class PromptSource:
         return self._special_tokens.removed_from(text)
 
     def _render(self, row: Row) -> tuple[str, list[int]]:
-        """Text and tokens of a prompt. The tokens of an enormous text are those of its beginning, which is too long already: a
-        tokenizer takes 300 bytes for each character."""
+        """Text and tokens of a prompt; of an enormous one that is too long, the tokens of its beginning."""
         prompt, tokenizer = row[self.config.prompt_key], self._tokenizer
-        most = _MOST_CHARACTERS * (self.config.max_prompt_length + 1)
         if self._template is None:
             assert isinstance(prompt, str)  # ensured by _check_row
-            return prompt, [] if tokenizer is None else encode_prompt(tokenizer, prompt[:most])
+            return prompt, [] if tokenizer is None else encode_prompt(tokenizer, self._tokenized_part(prompt))
         # A template is a program: it may require alternating roles, for example
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else messages_for_template(prompt)
         )
         text = self._template.prompt_text(messages, tools_for_template(row.get(TOOLS_KEY)))
-        input_ids = encode(tokenizer, text[:most])
+        input_ids = encode(tokenizer, self._tokenized_part(text))
         if not input_ids:
             raise ValueError(f"the prompt {shortened(text)} has no tokens: the tokenizer knows none of its characters")
         return text, input_ids
+
+    def _tokenized_part(self, text: str) -> str:
+        """The text; of an enormous one its beginning, if that is too long already. A tokenizer takes 300 bytes of memory for each
+        character. A tokenizer that joins or drops characters may make few tokens of the beginning: then the whole text counts."""
+        beginning = text[: self._most_characters]
+        if len(beginning) < len(text) and len(encode(self._tokenizer, beginning)) > self.config.max_prompt_length:
+            return beginning
+        return text
+
+    @property
+    def _most_characters(self) -> int:
+        return _MOST_CHARACTERS * (self.config.max_prompt_length + 1)
 
 
 def is_file_name(path: str) -> bool:

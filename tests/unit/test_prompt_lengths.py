@@ -66,6 +66,12 @@ def test_the_smaller_limit_is_named(judge):
     assert "leaves 63 of the model's 64 positions" in found.value
 
 
+def test_the_length_of_an_enormous_prompt_is_told_as_a_bound(judge):
+    (found,) = judge([1, 20_000], "prompts.max_prompt_length=8")  # only its beginning is tokenized
+    assert "the longest has at least 9216 tokens" in found.value
+    assert found.remedy == "leave them out"
+
+
 def test_a_run_that_would_reject_every_prompt_is_refused(judge):
     (found,) = judge([41, 42])
     assert isinstance(found, ConfigError)

@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
@@ -391,6 +393,19 @@ def test_an_enormous_prompt_is_too_long_without_being_tokenized_whole(tmp_path: 
     assert prompt.too_long
     assert len(prompt.input_ids) < 10_000
     assert len(prompt.text) >= 1_000_000
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_an_enormous_prompt_of_few_tokens_is_tokenized_whole(tmp_path: Path, chat_template: bool) -> None:
+    """A tokenizer that splits at spaces makes no token of them."""
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"a{' ' * 10_000}b", "answer": 1}])
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = PromptSourceConfig(path=path, max_prompt_length=3, chat_template=chat_template)
+    prompt = PromptSource(config, tokenizer).get(Locator(0, 0))
+    assert (prompt.input_ids, prompt.too_long) == ([1, 2], False)
 
 
 @pytest.mark.parametrize("prompt", ["ab", [{"role": "user", "content": "ab"}]])

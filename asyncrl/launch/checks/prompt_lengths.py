@@ -45,16 +45,18 @@ def judge_prompt_lengths(
             continue
         count = f"{'' if found.is_complete else 'at least '}{found.num_over} of {len(source)}"
         value = (
-            f"{count} prompts are too long; the longest has {found.longest} tokens ({source.place(found.index)}), and "
+            f"{count} prompts are too long; the longest has {'' if found.is_exact else 'at least '}{found.longest} tokens "
+            f"({source.place(found.index)}), and "
         )
         if limit == prompts.max_prompt_length:
             value += f"{field}.max_prompt_length is {limit}"
-            how = f"leave them out, or set {field}.max_prompt_length={found.longest}"
+            how = "leave them out"
+            how += f", or set {field}.max_prompt_length={found.longest}" if found.is_exact else ""
         else:
             value += f"rollout.sampling.max_new_tokens={wanted} leaves {limit} of the model's {positions} positions"
             fewer = positions - found.longest
             how = "leave them out, "
-            how += f"set rollout.sampling.max_new_tokens={fewer}, " if 0 < fewer < wanted else ""
+            how += f"set rollout.sampling.max_new_tokens={fewer}, " if found.is_exact and 0 < fewer < wanted else ""
             how += "or use a model with more positions"
         if found.num_over == len(source) and (limit == prompts.max_prompt_length or not own_agents):
             yield ConfigError(f"{field}.path={prompts.path!r}: {value}; {how}")
