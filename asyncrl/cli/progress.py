@@ -155,7 +155,8 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("wall time", f"{summary['wall_s']:.1f} s since the master started"),
     ]
-    rows += [("evaluation of the weights", ", ".join(_scores(evaluation))) for evaluation in summary["evaluations"]]
+    for evaluation in summary["evaluations"]:  # all of version 0, whatever their step
+        rows.append(("evaluation of the weights", ", ".join(_scores(evaluation, with_versions=False))))
     return [*rows, _rejected_row(summary)]
 
 
@@ -436,14 +437,15 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     return f"[bold cyan]eval  step {record['step']:>4}  reward {'  '.join(_scores(record))}[/]"
 
 
-def _scores(evaluation: Mapping[str, Any]) -> list[str]:
-    """The reward of each mode. ` (versions 10 to 12)` follows if an evaluation used other weight versions than that of its step: it
-    may use later ones, because training continues during evaluations."""
+def _scores(evaluation: Mapping[str, Any], *, with_versions: bool = True) -> list[str]:
+    """The reward of each mode. with_versions: ` (versions 10 to 12)` follows if the evaluation used other weight versions than that
+    of its step. It may use later ones, because training continues during evaluations."""
     scores = []
     for mode in EVAL_MODES:
         if (key := f"eval/{mode}_reward") in evaluation:
             first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
-            versions = "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"
+            shown = with_versions and not first == last == evaluation["step"]
+            versions = f" (versions {first:.0f} to {last:.0f})" if shown else ""
             scores.append(f"{mode} {number(evaluation, key):.3f}{versions}")
     return scores
 

@@ -17,6 +17,7 @@ from asyncrl.cli.progress import (
     TrainingProgress,
     evaluation_line,
     print_summary,
+    recording_rows,
     start_text,
     step_line,
 )
@@ -364,3 +365,22 @@ def test_the_summary(tmp_path):
         f"AutoModelForCausalLM.from_pretrained('{tmp_path / 'checkpoints' / 'final'}')",
     ):
         assert expected in text
+
+
+def test_the_summary_of_a_recording_names_no_version():
+    """All its weights are of version 0; the last evaluation is of the step of the last batch."""
+    evaluation = {"step": 5, "eval/greedy_reward": 0.5, "eval/greedy_version_min": 0.0, "eval/greedy_version_max": 0.0}
+    summary = {
+        "steps": 5,
+        "groups": 20,
+        "sequences": 80,
+        "generated_tokens": 400,
+        "training_s": 2.0,
+        "wall_s": 3.0,
+        "mean_reward": 0.4,
+        "first_reward": 0.3,
+        "last_reward": 0.5,
+        "evaluations": [evaluation],
+        "rejected": {},
+    }
+    assert ("evaluation of the weights", "greedy 0.500") in recording_rows(summary)
