@@ -106,7 +106,7 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
         shown = [entry for entry in found if entry[1] or entry[2]]
         going_on = is_running(run_dir)
         generating = _generating(run_dir) if records else []
-        summary = read_summary(run_dir)
+        summary = _summary_so_far(run_dir)
         for lineage, steps, evaluations in shown:
             runs.append(
                 Run(
@@ -204,9 +204,14 @@ def _generating(run_dir: Path) -> list[int]:
 
 
 def read_summary(run_dir: Path) -> Mapping[str, Any]:
+    """The summary of a complete run. Raises OSError or one of DECODE_ERRORS."""
+    return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=dict[str, Any])
+
+
+def _summary_so_far(run_dir: Path) -> Mapping[str, Any]:
     """The summary of the run's newest attempt; empty while the run is running, or if the file is broken."""
     try:
-        return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=dict[str, Any])
+        return read_summary(run_dir)
     except (OSError, *DECODE_ERRORS):
         return {}
 

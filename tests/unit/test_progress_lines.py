@@ -384,3 +384,8 @@ def test_the_summary_of_a_recording_names_no_version():
         "rejected": {},
     }
     assert ("evaluation of the weights", "greedy 0.500") in recording_rows(summary)
+
+
+def test_a_summary_that_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"summary\.json"):
+        print_summary(tmp_path, make_console())
