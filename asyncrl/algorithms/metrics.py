@@ -65,7 +65,8 @@ METRICS = {  # group/name; evaluations have the group eval
     "length/truncated_share": Metric("without_signal", "responses cut off", percent=True, optional=True),
     "actor/entropy": Metric("entropy"),
     "actor/approx_kl": Metric("kl", "anchor to current"),
-    "actor/behav_approx_kl": Metric(  # k1 estimate of KL(behaviour || proximal)
+    # k1 estimate of KL(behaviour || proximal)
+    "actor/behav_approx_kl": Metric(
         "kl",
         "behaviour to proximal",
         optional=True,

@@ -254,9 +254,8 @@ class LossTerm:
 
     compute: Callable[[Tensors, Tensors, Tensor, PPOConfig], Term]
     is_on: Callable[[PPOConfig], bool] = lambda _: True  # a term that is off costs nothing
-    keys: tuple[
-        str, ...
-    ] = ()  # further keys of data; actor_train must read them (dataflow/graph.py, train.extra_train_keys)
+    # Further keys of data; actor_train must read them (dataflow/graph.py, train.extra_train_keys)
+    keys: tuple[str, ...] = ()
 
 
 def policy_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:

@@ -40,9 +40,8 @@ def value_loss(
         return loss_T, torch.zeros_like(mask_T)
     within_T = old_values_T + (values_T - old_values_T).clamp(-eps_clip, eps_clip)
     clipped_T = (within_T - returns_T).square() / 2
-    decided_T = (clipped_T > loss_T) & (
-        (values_T - old_values_T).abs() > eps_clip
-    )  # not clipped: a value within eps_clip of its old value, where the two losses differ only by rounding
+    # A value within eps_clip of its old value is not clipped: the two losses differ there only by rounding
+    decided_T = (clipped_T > loss_T) & ((values_T - old_values_T).abs() > eps_clip)
     return torch.max(loss_T, clipped_T), decided_T
 
 

@@ -1,8 +1,8 @@
-"""What commands print where it cannot be written: no command fails because of its output.
+"""The output of commands: no command fails because its output cannot be written.
 
-A standard stream may be closed, full, without a reader or of a narrow encoding (`use_any_streams`). Output that cannot be written
-is dropped, and the command goes on to its end: its exit code tells its result. Only a command whose whole work is output without an
-end (`logs`, `status --watch`) ends with its reader.
+A standard stream may be closed, lack a reader, lead to a full disk, or have an encoding that lacks a character (`use_any_streams`).
+Output that cannot be written is dropped, and the command continues to its end: its exit code tells its result. Only a command that
+does nothing but print without an end (`logs`, `status --watch`) ends with its reader.
 
 Commands that supervise processes (run, resume, host) are not even delayed (`never_waiting`). The reader of a terminal or pipe may
 stop: Ctrl-S, a stopped `less`, a frozen ssh. A write would then wait, and with it the loop that supervises the run. So these

@@ -48,9 +48,8 @@ def folder_of(run_dir: Path, attempt: int, step: int) -> Path:
 def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
     """Write why.json: time and statistics of the step."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _WHY).write_bytes(
-        msgspec.json.encode({"time": time, "stats": dict(stats)})
-    )  # msgspec writes null for values that are not finite
+    # msgspec writes null for values that are not finite
+    (folder / _WHY).write_bytes(msgspec.json.encode({"time": time, "stats": dict(stats)}))
 
 
 def list_bad_batches(run_dir: Path) -> list[BadBatch]:

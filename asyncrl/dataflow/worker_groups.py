@@ -59,8 +59,7 @@ class WorkerGroups:
 
     @classmethod
     def of_config(cls, groups: Sequence[Sequence[int]], num_workers: int) -> WorkerGroups:
-        """Build from the groups in a process config, of which the first is the trainer group. Without groups there in it are all
-        workers."""
+        """Build from the groups in a process config. The first is the trainer group; if there are none, it has all workers."""
         trainer, *detached = map(tuple, groups or [range(num_workers)])
         return cls(trainer, tuple(detached))
 

@@ -318,9 +318,8 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
         return arguments.follow and is_running(run_dir) and files.folder == logs_dir(run_dir, _newest_attempt(run_dir))
 
     seen = Seen()
-    held: deque[Entry] | None = (
-        deque(maxlen=arguments.tail) if arguments.tail else None
-    )  # of --tail, until they are shown
+    # The newest entries, until the existing logs are read to their end; None: each entry is shown at once
+    held: deque[Entry] | None = deque(maxlen=arguments.tail) if arguments.tail else None
     try:
         for entry in chain(stream_logs(files, goes_on=goes_on), [None]):
             if entry is None:
