@@ -141,7 +141,7 @@ class _Walk:
             return value
         try:
             return value if type(value) in kinds else _converted(value, *kinds)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise _UnfitError(f"{path}={value!r}: must be {_words(hint)}") from None
 
     def _keyed(self, entries: Mapping[Any, Any], hint: Any, path: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class _Walk:
 
 
 def _converted(value: object, kind: Any, *others: Any) -> Any:
-    """Return a value of another type as the field's only type. Raises ValueError, TypeError or KeyError."""
+    """Return a value of another type as the field's only type. Raises ValueError, TypeError, KeyError or OverflowError."""
     if others or type(value) not in _CONVERTED[kind]:
         raise TypeError
     return _TEXTS_OF_BOOL[value.lower()] if kind is bool and isinstance(value, str) else kind(value)

@@ -47,6 +47,7 @@ def config_file(tmp_path):
         ("train.correction=${train.ppo}", "train.correction={'use_decoupled_loss': True"),
         ("train=null", "train=null: is a section without fields; give it some, or leave it out"),
         ("train.batch_size=null", "must have a value; leave it out for the default (64)"),
+        (f"train.optimizer.lr=1{'0' * 400}", "must be a number"),
         ("train.batch_size=8.5", "train.batch_size=8.5: must be a whole number"),
         ("train.optimizer.lr=fast", "train.optimizer.lr='fast': must be a number"),
         ("train.ppo.c_clip=big", "train.ppo.c_clip='big': must be a number or null"),
