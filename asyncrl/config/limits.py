@@ -28,9 +28,8 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     words: tuple[str, ...] = ()
-    file: str = (
-        ""  # what a text names. model: a folder | code: `file.py:name` or a module | data: a file or a dataset | path
-    )
+    # What a text names. model: a folder | code: `file.py:name` or a module | data: a file or a dataset | path
+    file: str = ""
     form: str = ""  # regular expression of a text
     form_remedy: str = ""
     remedy: str = ""

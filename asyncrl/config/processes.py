@@ -128,9 +128,8 @@ class MasterWorkerConfig:
     num_replayed: int = 0  # train_only: number of groups to replay; they are used instead of prompts.
     # With record.trajectories the heads receive the outputs of all MFCs for their trajectories, whichever worker computes them.
     records: bool = False
-    worker_groups: list[list[int]] = field(
-        default_factory=list
-    )  # WorkerGroups.all; empty: all workers are in one group
+    # WorkerGroups.all; empty: all workers are in one group
+    worker_groups: list[list[int]] = field(default_factory=list)
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
     devices_per_server: int = 1  # devices of a generation server
     leave_after: int = 0  # step after which the next phase of a hybrid allocation goes on; 0: none follows

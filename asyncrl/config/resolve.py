@@ -34,10 +34,8 @@ _PATIENT = {  # limits of waits for a process that the user starts
     "train.call_timeout_s",
     "train.data_timeout_s",
 }
-_SUFFIXES: dict[str, str | tuple[str, ...]] = {
-    "code": ".py",
-    "data": (".jsonl", ".parquet"),
-}  # other texts name no file
+# By the kind of file (limits.Rule): the ends of texts that name a file; other texts name none
+_SUFFIXES: dict[str, str | tuple[str, ...]] = {"code": ".py", "data": (".jsonl", ".parquet")}
 _SPARE_S = 60.0  # margin between the limit of the last checkpoint and a job's time limit
 _CHUNK_TOKENS = 1024
 _SENDS_OF_A_RESPONSE = 4
@@ -159,9 +157,8 @@ def _logprob_check(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     trainer's, which depends on the numerics of both. No check: a tolerance of 0."""
     weights, checks = config.weights, config.weights.verify_logprobs
     if checks is None:
-        engine = ENGINES.get(
-            config.allocation.partition(".")[0], EngineTraits()
-        )  # another check refuses an unknown one
+        # Another check refuses an unknown engine
+        engine = ENGINES.get(config.allocation.partition(".")[0], EngineTraits())
         is_possible = config.generation.interrupt != "in_place" or engine.scores_in_place
         checks = mode_of(config.mode).updates_servers and is_possible
     tolerance = weights.verify_tolerance

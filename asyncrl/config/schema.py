@@ -158,18 +158,16 @@ class GenerationConfig:
     # Limit of the start of the engine with its first load, of the wait until running requests finish (interrupt=wait), of one
     # logprob check, and of each load of weights by SGLang
     load_timeout_s: float = 120.0
-    # Engine sglang. page_size and num_blocks set its KV cache on a CPU; on a GPU SGLang sizes the cache itself. It ignores
-    # max_batch_tokens and attention: set server_args instead.
-    python: str = ruled(
-        "", _PATH
-    )  # interpreter of SGLang's environment, printed by launcher/setup_sglang.sh; "": the run's own
+    # Engine sglang: interpreter of its environment, printed by launcher/setup_sglang.sh; "": the run's own. On a CPU page_size and
+    # num_blocks set SGLang's KV cache; on a GPU SGLang sizes the cache itself. It ignores max_batch_tokens and attention: set
+    # server_args instead
+    python: str = ruled("", _PATH)
     # Arguments of sglang.launch_server, e.g. {mem-fraction-static: "0.8"}. "": a flag; "false": remove a flag that asyncrl sets.
     server_args: dict[str, str] = field(default_factory=dict)
     # Engine external: servers that asyncrl does not start, one URL per server (the d of the allocation)
     urls: list[str] = field(default_factory=list)
-    api_key_file: str = ruled(
-        "", _PATH
-    )  # file with the API key of these servers (SGLang's --api-key); "": they need none
+    # File with the API key of these servers (SGLang's --api-key); "": they need none
+    api_key_file: str = ruled("", _PATH)
 
 
 @dataclass(frozen=True)
@@ -231,10 +229,10 @@ class PPOConfig:
 
     use_decoupled_loss: bool = True  # decoupled PPO loss; actor_inf computes the proximal logprobs
     recompute_logprob: bool = False  # naive PPO: the anchor is the trainer's own logprobs instead of the servers'
-    eps_clip: float = limited(0.2, above=0, at_most=1, note=" (1: no lower bound)")  # lower clip range of the ratio
-    eps_clip_higher: float | None = limited(
-        None, above=0, note=", or null for eps_clip"
-    )  # upper range (DAPO); null: eps_clip
+    # Lower clip range of the ratio; 1: no lower bound
+    eps_clip: float = limited(0.2, above=0, at_most=1, note=" (1: no lower bound)")
+    # Upper clip range of the ratio (DAPO); null: eps_clip
+    eps_clip_higher: float | None = limited(None, above=0, note=", or null for eps_clip")
     c_clip: float | None = limited(None, above=1, note=", or null for no dual clip")  # dual clip; null: off
     # clip: PPO | cispo: clips the ratio instead of the update, so that every token keeps its gradient
     policy_loss: str = choice("clip", "clip", "cispo")
@@ -265,8 +263,9 @@ class PPOConfig:
     max_reward_clip: float = 20.0  # after scaling, rewards are clipped to -max_reward_clip ... max_reward_clip
     mask_no_eos_with_zero: bool = False  # the reward of a truncated response is 0
     mask_too_long: bool = False  # truncated responses are not in the loss
-    # Overlong shaping (DAPO): a response longer than (1 - overlong_buffer) * overlong_length tokens loses up to this much reward
-    overlong_penalty: float = limited(0.0, at_least=0)  # 0: off
+    # Overlong shaping (DAPO): a response longer than (1 - overlong_buffer) * overlong_length tokens loses up to this much reward.
+    # 0: off
+    overlong_penalty: float = limited(0.0, at_least=0)
     overlong_length: int = 0  # tokens at which the whole penalty applies
     # Share of overlong_length over which the penalty rises
     overlong_buffer: float = limited(0.2, above=0, at_most=1, note=" (a share of overlong_length)")
@@ -283,18 +282,16 @@ class PPOConfig:
     # The divisor of the loss. constant: Dr.GRPO, sequences * loss_length
     loss_normalization: str = choice("token", "token", "sequence", "constant")
     loss_length: int = 0  # with loss_normalization=constant: tokens of the longest response, as a fixed divisor
-    temperature: float = (
-        0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by config/resolve.py)
-    )
+    # Temperature of logprobs in training; 0: that of rollout.sampling (set by config/resolve.py)
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     """A critic beside the actor: predicts the values that GAE needs. It adds the MFCs critic_inf and critic_train."""
 
-    path: str = ruled(
-        "", _MODEL
-    )  # checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
+    # Checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
+    path: str = ruled("", _MODEL)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
     minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass (train.ppo.epochs)
@@ -341,9 +338,8 @@ class RoleConfig:
     """A further model, for functions of train.mfcs. It is trained if one of them is a train step."""
 
     path: str = ruled("", _MODEL)  # checkpoint; "": model_path
-    kind: str = choice(
-        "lm", "lm", "value", "reward"
-    )  # lm: logprobs | value: a number per token | reward: a number per sequence
+    # lm: logprobs | value: a number per token | reward: a number per sequence
+    kind: str = choice("lm", "lm", "value", "reward")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

@@ -117,7 +117,8 @@ def _of_generation(config: ExperimentConfig) -> Iterable[Rule]:
             "generation.num_blocks",
             f"cannot hold one full sequence; use at least {needed}",
         ),
-        (  # No deadlock: when a rollout finishes, another prompt is admitted. But training is slow, and no user intends this
+        # No deadlock: when a rollout finishes, another prompt is admitted. But training is slow, and no user intends this
+        (
             has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0,
             "manager.max_concurrent_rollouts",
             f"is below train.batch_size={batch_size}: generation would idle; use 0 (only eta bounds it) or >= {batch_size}",
@@ -356,8 +357,9 @@ def _of_network(config: ExperimentConfig) -> Iterable[Rule]:
             "network.tls_cert",
             "needs network.authenticate=on",
         ),
-        (  # The members of the process group meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group
-            # supports. It answers every client that reaches its port. Gloo and NCCL do not authenticate either.
+        # The members of the process group meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group
+        # supports. It answers every client that reaches its port. Gloo and NCCL do not authenticate either
+        (
             transport_of(config.weights.transport).forms_groups and authenticates(config) and can_be_reached(config),
             "weights.transport",
             f"cannot be authenticated, and other machines reach this run; use {FILES}, or network.authenticate=off in a network "

@@ -35,7 +35,7 @@ def draft_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """
     config, wrong = read_experiment(path, overrides)
     unread = [field for field, _ in wrong]
-    # A field that could not be read has its default, about which nothing is to be said
+    # A field that could not be read has its default, and the user did not write that
     return Draft(config, wrong + [one for one in wrong_fields(config) if not overlap([one.field], unread)])
 
 
@@ -55,8 +55,8 @@ def validate(config: ExperimentConfig) -> None:
 def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
     """Every field that cannot be used, with its value and the remedy."""
     found = list(problems_of_values(config))
-    # The other checks compare fields. Comparisons with a value that is not allowed are meaningless: they see its default instead,
-    # about which nothing is to be said
+    # The other checks compare fields, and a comparison with a value that is not allowed is meaningless: they see its default
+    # instead. Problems of that default are left out, because the user did not write it
     wrong = {name.partition("[")[0] for name, _, _ in found}
     allowed = with_leaves(config, lambda path, value, entry: default_of(entry) if path in wrong else value)
     found += [problem for problem in _problems_of_phases(allowed) if not overlap([problem[0]], wrong)]

@@ -63,9 +63,8 @@ class StandstillReport:
             self._mark = mark
             self._watchdog.stepped(now)
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
-        elsewhere = {
-            status.worker for status in statuses if status.host
-        }  # processes on other hosts; their pids mean nothing here
+        # Processes on other hosts; their pids mean nothing here
+        elsewhere = {status.worker for status in statuses if status.host}
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)

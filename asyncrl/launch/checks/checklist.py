@@ -7,7 +7,7 @@ asyncrl/cli/checks.py has the table of all checks. The life of a check:
     not made  if a fact that it needs does not hold; the report names it
     made      `examine` reads the case, and yields a ConfigError for each problem and a Finding for each other result. It may raise
               its last ConfigError
-    gives     its fact holds if it found no problem. Before, it has set the values of that fact in the case
+    gives     its fact holds if it found no problem; it has then set the values of that fact in the case
 
 A check starts no run and writes nothing. Every call in it that could hang has a time limit.
 """
@@ -84,7 +84,7 @@ class Case:
 
     @cached_property
     def gpus(self) -> Sequence[Gpu] | str:
-        """All GPUs of the machine, or the reason why the driver does not tell them."""
+        """All GPUs of the machine, or the reason why the driver does not list them."""
         return query_gpus()
 
 

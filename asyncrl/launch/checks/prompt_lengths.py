@@ -24,9 +24,8 @@ def judge_prompt_lengths(
     model: config.json of model_path. A prompt is too long if it has more than max_prompt_length tokens, or if the model has too few
     positions for it and its response.
     """
-    positions = int(
-        text_config(model).get("max_position_embeddings") or UNLIMITED
-    )  # validation ensures that the KV cache is large enough
+    # Validation ensures that the KV cache is large enough
+    positions = int(text_config(model).get("max_position_embeddings") or UNLIMITED)
     # The model workers cut a response that reaches the last position
     wanted = 1 if mode_of(config.mode).workers_generate else config.rollout.sampling.max_new_tokens
     own_agents = any(task.agent for task in config.rollout.tasks.values())

@@ -40,7 +40,6 @@ _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon aft
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # a host that has sent no report for this time is silent; host daemons report twice a second
 _GOODBYE_LIMIT_S = 15.0  # how long to wait at least until the host daemons have ended
-_RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process lost with its host
 
