@@ -66,16 +66,16 @@ class NameWriter:
                     return
                 due, revoked, caches = dict(self._due), list(self._revoked), dict(self._caches)
             try:
+                if self._clock.monotonic() >= next_read:  # first, because an etcd without space answers reads only
+                    next_read = self._clock.monotonic() + READ_EVERY_S
+                    for key, cache in caches.items():
+                        cache.read(self._resolver.get_subtree(key))
                 for lease in revoked:
                     lease.revoke()
                     with self._condition:
                         self._revoked.remove(lease)
                 for key, (value, lease_id) in due.items():
                     self._write(key, value, lease_id)
-                if self._clock.monotonic() >= next_read:
-                    next_read = self._clock.monotonic() + READ_EVERY_S
-                    for key, cache in caches.items():
-                        cache.read(self._resolver.get_subtree(key))
             except NameResolveError:
                 with self._condition:
                     self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
