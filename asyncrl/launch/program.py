@@ -399,7 +399,9 @@ def parse_process_config(text: str) -> ProcessConfig:
         if kind not in CONFIG_CLASSES:
             raise ValueError(f"worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
         config: ProcessConfig = msgspec.convert(raw, CONFIG_CLASSES[kind])
-    except (YAMLError, KeyError, TypeError, *DECODE_ERRORS) as error:
+    except (KeyError, TypeError) as error:
+        raise ValueError("not a config of a process: it has no worker.kind") from error
+    except (YAMLError, *DECODE_ERRORS) as error:
         raise ValueError(f"not a config of a process: {error}") from error
     if unknown := list(_unknown(raw, asdict(config))):
         raise ValueError(f"{config.worker.name} has no field {', '.join(unknown)}")

@@ -363,6 +363,12 @@ def test_a_process_looks_up_nothing_in_its_resolved_config(config_file):
             parse_process_config(text.replace(*names, 1))
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "worker: 1", "worker: {}", "worker: {kind: [1]}", "model_path: m"])
+def test_a_config_of_no_process_is_refused_with_the_reason(text):
+    with pytest.raises(ValueError, match=r"not a config of a process: it has no worker\.kind"):
+        parse_process_config(text)
+
+
 def test_total_steps(config_file):
     config = load_experiment(config_file)
     assert total_steps(config, 65) == 2
