@@ -10,9 +10,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 import asyncrl
-from asyncrl.config.fields import ALIASES, find_field
+from asyncrl.config.fields import ALIASES, find_field, leaf_values
 from asyncrl.config.reference import select
-from asyncrl.config.resolve import Facts, resolve, total_steps
+from asyncrl.config.resolve import _PATIENT, Facts, resolve, total_steps
 from asyncrl.config.schema import (
     AUTO,
     ConfigError,
@@ -420,6 +420,12 @@ def test_a_resolved_config_stays_as_it_is(config_file, on_gpu):
     assert whole.weights.verify_tolerance == (0.3 if on_gpu else 0.001)
     unknown = resolve(asked, Facts())
     assert (unknown.train.dtype, unknown.train.total_steps, unknown.weights.verify_tolerance) == (AUTO, 0, 0.0)
+
+
+def test_every_wait_for_a_process_that_the_user_starts_is_long_enough(config_file):
+    asked = load_experiment(config_file, ["debug.leave_out=[rollout_worker/0]", "debug.wait_s=7000"])
+    values = {path: value for path, value, _ in leaf_values(resolve(asked, Facts()))}
+    assert {values.get(path) for path in _PATIENT} == {7000.0}
 
 
 def resolved(file, *overrides, on_gpu):
