@@ -427,6 +427,10 @@ def _forms_nccl_groups(case: Case) -> bool:
     return by_nccl and transport_of(weights.transport).forms_groups
 
 
+def _generates(config: ExperimentConfig) -> bool:
+    return not mode_of(config.mode).replays
+
+
 # In the order of their lines
 CHECKS = (
     Check("the model", _check_model, reads=("model_path",), gives=MODEL),
@@ -443,12 +447,7 @@ CHECKS = (
     ),
     Check("vocabulary", lambda case: check_vocabulary(case.tokenizer_path, case.model), needs=(MODEL, TOKENIZER)),
     Check("other models and layout", _check_models, needs=(MODEL, FIELDS)),
-    Check(
-        "SGLang",
-        _check_engines,
-        reads=("allocation", "generation", "weights", "mode"),
-        when=lambda config: not mode_of(config.mode).replays,
-    ),
+    Check("SGLang", _check_engines, reads=("allocation", "generation", "weights", "mode"), when=_generates),
     Check("chat template", _check_chat_template, reads=("prompts", "eval", "train.ptx"), needs=(TOKENIZER,)),
     Check("supervised texts", _check_ptx, reads=("train.ptx",), when=lambda config: mode_of(config.mode).trains),
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
@@ -473,38 +472,15 @@ CHECKS = (
         needs=(MODEL, TOKENIZER, FIELDS),
         when=lambda config: mode_of(config.mode).replays,
     ),
-    Check(
-        "prompts",
-        _check_prompts,
-        reads=("prompts", "rollout.tasks"),
-        gives=PROMPTS,
-        when=lambda config: not mode_of(config.mode).replays,
-    ),
-    Check(
-        "batch size",
-        _check_batch_size,
-        reads=("train.batch_size",),
-        needs=(PROMPTS,),
-        when=lambda config: not mode_of(config.mode).replays,
-    ),
-    Check(
-        "attention",
-        _check_attention,
-        reads=("allocation", "generation"),
-        needs=(MODEL,),
-        when=lambda config: not mode_of(config.mode).replays,
-    ),
+    Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_generates),
+    Check("batch size", _check_batch_size, reads=("train.batch_size",), needs=(PROMPTS,), when=_generates),
+    Check("attention", _check_attention, reads=("allocation", "generation"), needs=(MODEL,), when=_generates),
     Check(
         "lengths of prompts",
         lambda case: judge_prompt_lengths(case.config, case.model, case.tokenizer_path),
         reads=("prompts", "eval", "rollout", "generation", "allocation", "mode"),
         needs=(MODEL, TOKENIZER, PROMPTS),
-        when=lambda config: not mode_of(config.mode).replays,
+        when=_generates,
     ),
-    Check(
-        "prompts of evaluations",
-        _check_eval_prompts,
-        reads=("eval", "rollout.tasks"),
-        when=lambda config: not mode_of(config.mode).replays,
-    ),
+    Check("prompts of evaluations", _check_eval_prompts, reads=("eval", "rollout.tasks"), when=_generates),
 )
