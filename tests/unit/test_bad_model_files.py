@@ -7,11 +7,14 @@ import shutil
 
 import pytest
 
+from asyncrl.cli import doctor
 from asyncrl.cli import main as cli
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import INDEX, check_shards, weight_map
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.checks import model_files
+from asyncrl.launch.checks.checklist import Case, make_checks
+from asyncrl.launch.checks.preflight import CHECKS
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.tiny import make_char_tokenizer
@@ -330,6 +333,9 @@ def test_what_the_run_holds_already_counts_as_room(check, tmp_path, model, monke
             check()
         os.posix_fallocate(file.fileno(), 0, 64_000_000)
     assert check() == 64
+    case = make_checks(CHECKS, Case(load_experiment(tmp_path / "run.yaml", []))).case
+    _, disk = doctor.judge_disk(run_dir, case.disk_needed)
+    assert disk.state == "warn"  # nearly full, but there is room for the rest
 
 
 @pytest.mark.parametrize(

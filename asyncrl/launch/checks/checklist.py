@@ -72,7 +72,7 @@ class Case:
     model: Mapping[str, object] = field(default_factory=dict)  # config.json of model_path
     num_parameters: int = 0
     num_prompts: int = 0  # training prompts; train_only: recorded groups to train on; 0: unknown
-    disk_needed: int = 0  # bytes of the files that the run is certain to write; 0: unknown
+    disk_needed: int = 0  # bytes that the run is certain to write, beyond those of its old files; 0: none, or unknown
 
     @property
     def tokenizer_path(self) -> str:

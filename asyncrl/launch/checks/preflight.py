@@ -298,9 +298,11 @@ def _check_room(case: Case) -> None:
         old = [*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*")]
         if own_etcd:
             old += (run_dir / "etcd").rglob("*")
-        free += sum(file.lstat().st_blocks * _BLOCK_BYTES for file in old)
+        old_bytes = sum(file.lstat().st_blocks * _BLOCK_BYTES for file in old)
     except OSError:  # the launcher reports the error
         return
+    case.disk_needed = max(needed - old_bytes, 0)
+    free += old_bytes
     if free < needed:
         checkpoints = f", {num_checkpoints} checkpoints of {size_text(recover)}" if recover else ""
         keep_less = "set weights.keep=1" + (" and checkpoint.keep_last=1" if recover else "")
