@@ -199,11 +199,19 @@ def test_the_contract_of_a_policy(table: ServerTable, monkeypatch: pytest.Monkey
     """A policy only orders the servers: the least load is picked, of equals the next one, and never one that may not serve."""
     monkeypatch.setitem(POLICIES, "fake", POLICY)
     table.policy, table.max_groups = name, 2
-    loads = {server.name: POLICIES[name].load_of(server) for server in table.servers.values()}
-    first = table.pick(0)
-    assert first is not None
-    assert loads[first.name] == min(loads.values())
-    assert {other: POLICIES[name].load_of(server) for other, server in table.servers.items()} == loads
+
+    def loads() -> dict[str, float]:
+        return {server.name: POLICIES[name].load_of(server) for server in table.servers.values()}
+
+    for busy in NAMES[:2]:  # in turn the only server with a group, so that the loads differ
+        table.granted(busy, 10.0)
+        before = loads()
+        assert name == "round_robin" or len(set(before.values())) > 1
+        first = table.pick(0)
+        assert first is not None
+        assert before[first.name] == min(before.values())
+        assert loads() == before  # to look at the servers changes none of them
+        table.ended(busy, 10.0)
     assert sorted(picked(table, 6)) == [0, 0, 1, 1, 2, 2]  # no server gets more than it may have
     assert table.pick(0) is None
     table.ended(NAMES[1], 10.0)
