@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.fields import Wrong, default_of, overlap, with_leaves
+from asyncrl.config.fields import Wrong, default_of, leaf_values, overlap, with_leaves
+from asyncrl.config.limits import rule_of
 from asyncrl.config.loading import read_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.config.validation import Problem, problems_of_fields, problems_of_values
@@ -59,8 +60,18 @@ def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
     # instead. Problems of that default are left out, because the user did not write it
     wrong = {name.partition("[")[0] for name, _, _ in found}
     allowed = with_leaves(config, lambda path, value, entry: default_of(entry) if path in wrong else value)
-    found += [problem for problem in _problems_of_phases(allowed) if not overlap([problem[0]], wrong)]
-    return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in found]
+    problems = [problem for problem in _problems_of_phases(allowed) if not overlap([problem[0]], wrong)]
+    for path, value, entry in leaf_values(allowed):
+        if problems and path in wrong and isinstance(value, str):
+            # The user may have meant any of the words, so only the problems that come with all of them count
+            for word in rule_of(entry).words:
+                fields = {name for name, _, _ in _problems_of_phases(_with_value(allowed, path, word))}
+                problems = [problem for problem in problems if problem[0] in fields]
+    return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in [*found, *problems]]
+
+
+def _with_value(config: ExperimentConfig, path: str, value: object) -> ExperimentConfig:
+    return with_leaves(config, lambda name, old, _: value if name == path else old)
 
 
 def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:

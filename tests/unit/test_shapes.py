@@ -124,6 +124,8 @@ def test_values_become_those_of_their_fields(config_file):
         ["train.ppo.advantage_norm=auto", "train.critic={}"],
         ["slurm.options=[constraint]"],
         ["train.reward_models={a: {}}"],
+        ["cluster=host", "hosts=[a,b]"],
+        ["mode=train_onyl", "replay.path=x"],
     ],
 )
 def test_nothing_is_said_about_the_default_of_a_wrong_field(config_file, overrides):
