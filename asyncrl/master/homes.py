@@ -152,20 +152,20 @@ class InDetachedGroup(Home):
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: PartOfStep, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        num_bytes, replies = await self._execute(body, step.existing(self.mfc.input_keys), incarnation)
-        self.take_note(step, call, body, replies)
+        num_bytes = await self._fetch_inputs(body, step.existing(self.mfc.input_keys), incarnation)
+        self.take_note(step, call, body, await self._execute(body, incarnation))
         step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
 
-    async def _execute(
-        self, body: ExecuteMFC, keys: Sequence[str], incarnation: Incarnation
-    ) -> tuple[float, list[CallResult]]:
-        """Have the workers fetch these keys of their parts, and run the MFC. They keep the outputs. Returns the number of fetched
-        bytes, and the replies."""
+    async def _fetch_inputs(self, body: ExecuteMFC, keys: Sequence[str], incarnation: Incarnation) -> float:
+        """Have the workers fetch these keys of their parts. Returns the number of bytes."""
         replicas, tracker = self.placement.replicas, self._tracker
         needed = {worker: part for rank, part in enumerate(body.parts) for worker in replicas[rank]}
         inputs = plan_fetches(needed, keys, tracker.there, self._detached.worker_groups.trainer)
-        num_bytes = await self._fetch("inputs", inputs, incarnation)
-        return num_bytes, await self._detached.call(incarnation, f"MFC {self.mfc.name}", self.handlers, body)
+        return await self._fetch("inputs", inputs, incarnation)
+
+    async def _execute(self, body: ExecuteMFC, incarnation: Incarnation) -> list[CallResult]:
+        """Run the MFC. Its workers keep the outputs."""
+        return await self._detached.call(incarnation, f"MFC {self.mfc.name}", self.handlers, body)
 
     async def _fetch(self, which: str, transfers: Sequence[Transfer], incarnation: Incarnation) -> float:
         return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)
@@ -283,19 +283,26 @@ class ArrivingInference(InDetachedGroup):
         if not (chunk := self._next_chunk()):  # dropped meanwhile
             return
         await self._process(chunk, self._version, incarnation)
-        stored_now = set(self._buffer.stored_tickets)
-        if dropped := [meta.ticket_id for meta in chunk if meta.ticket_id not in stored_now]:
+        if dropped := self._dropped(chunk):
             self._tracker.drop(dropped)
             self._detached.tell_nowait("forgetting groups", self.placement.workers, ClearData(ids=dropped))
 
     async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
-        """Run the MFC on these groups. Returns the seconds at the slowest worker."""
+        """Run the MFC on these groups, or on none if the master drops one of them while their inputs arrive: their workers may have
+        cleared it. Returns the seconds at the slowest worker."""
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         parts = assign(ids, tokens, {}, self.placement.grid.num_replicas, BALANCE_TOLERANCE)
         body = ExecuteMFC(mfc=self.mfc.name, version=version, ids=ids, parts=parts)
-        _, replies = await self._execute(body, self.mfc.input_keys, incarnation)
+        await self._fetch_inputs(body, self.mfc.input_keys, incarnation)
+        if self._dropped(metas):
+            return 0.0
+        replies = await self._execute(body, incarnation)
         self.record(self._tracker, body, replies)
         return max(reply.seconds for reply in replies)
+
+    def _dropped(self, metas: Sequence[TrajectoryMeta]) -> list[str]:
+        stored = set(self._buffer.stored_tickets)
+        return [meta.ticket_id for meta in metas if meta.ticket_id not in stored]
 
     def _processed(self) -> set[str]:
         return self._tracker.held_by_any(self.placement.heads, self.mfc.output_keys)

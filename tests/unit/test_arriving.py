@@ -214,6 +214,28 @@ async def test_a_group_that_is_dropped_is_released():
         assert len(master.tracker) == 0
 
 
+async def test_a_group_that_is_dropped_while_its_inputs_arrive_is_not_processed():
+    """The master may have cleared them again, together with other groups that it has dropped."""
+    async with running() as (world, master):
+        fetch, arrived, gate = world.fetch, asyncio.Event(), asyncio.Event()
+
+        async def answer_late(body, me):
+            result = await fetch(body, me)
+            arrived.set()
+            await gate.wait()
+            return result
+
+        world.fetch = answer_late
+        store(master, "t0", "t1")
+        await arrived.wait()
+        master.buffer.drop("t0")
+        master.tracker.drop(["t0"])
+        world.held[:] = [{pair for pair in held if pair[0] != "t0"} for held in world.held]
+        gate.set()
+        await until(lambda: world.ids["ref_inf"]["t1"])
+        assert world.ids["ref_inf"] == Counter(["t1"])
+
+
 async def test_without_the_setting_nothing_runs_before_the_step():
     async with running(TrainConfig(batch_size=2)) as (world, master):
         store(master, "t0")
