@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -54,7 +55,11 @@ def _watch(events: zmq.Socket[bytes]) -> None:
     try:
         while (event := recv_monitor_message(events))["event"] != zmq.EVENT_MONITOR_STOPPED:
             if event["event"] == zmq.EVENT_LISTENING:
-                listening = socket.socket(fileno=os.dup(event["value"]))
+                try:
+                    listening = socket.socket(fileno=os.dup(event["value"]))
+                except OSError as error:
+                    if error.errno != errno.EBADF:  # EBADF: the receiver is closed already
+                        logger.warning("cannot limit the number of connections: %s", error)
             elif event["event"] == zmq.EVENT_ACCEPTED:
                 connections.add(event["value"])
             else:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import subprocess
 import time
 import uuid
@@ -608,3 +609,14 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path):
     for path in (tmp_path / "bad.pem", tmp_path / "none.pem"):
         with pytest.raises(ConfigError, match=path.name):
             Security.of(tmp_path, Secrets.make(), NetworkConfig(authenticate="on", tls_cert=str(path)))
+
+
+def test_a_receiver_that_closes_at_once_leaves_its_doorkeeper_without_an_error():
+    with zmq.Context() as context, context.socket(zmq.PAIR) as monitor:
+        monitor.bind("inproc://monitor")
+        events = context.socket(zmq.PAIR)
+        events.connect("inproc://monitor")
+        closed = 999_999  # no such descriptor
+        for event, value in ((zmq.EVENT_LISTENING, closed), (zmq.EVENT_MONITOR_STOPPED, 0)):
+            monitor.send_multipart([struct.pack("=hi", event, value), b"tcp://127.0.0.1:1"])
+        doorkeeper._watch(events)
