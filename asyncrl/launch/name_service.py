@@ -190,6 +190,7 @@ class NameService:
     def close(self) -> None:
         """Delete the run's keys from the user's etcd, or stop the private one."""
         if self._etcd is None:
+            self.writer.close()  # first, because it would write deleted keys again
             _delete_keys(self.resolver, self._names, self._owner, self._notice)
         self.resolver.close()  # unblocks the writer
         self.writer.close()

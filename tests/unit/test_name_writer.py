@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig
 from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
+from asyncrl.launch.name_service import NameService
 from asyncrl.launch.name_writer import NameWriter
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.interface import NameResolveError
 from tests.support.clock import ManualClock
 from tests.support.memory_names import MemoryNameResolver
@@ -35,3 +38,23 @@ def test_watches_are_compared_with_reads_while_no_write_succeeds() -> None:
         writer.put("status", "running")
         assert seen.wait(10.0), "the second read"
         writer.close()
+
+
+def test_nothing_is_written_after_the_keys_of_a_run_are_deleted() -> None:
+    config, others = ExperimentConfig(), set(threading.enumerate())
+    names = Names(config.experiment, config.trial)
+    writers: list[threading.Thread] = []
+
+    class Cleared(MemoryNameResolver):
+        def clear_subtree(self, *args: Any, **kwargs: Any) -> Any:
+            writers.extend(set(threading.enumerate()) - others)
+            return super().clear_subtree(*args, **kwargs)
+
+    resolver = Cleared("cleared")
+    resolver.add(names.owner(), "this launch")
+    service = NameService(config, NameResolveConfig(endpoints=["h:1"]), resolver, print, owner="this launch")
+    assert set(threading.enumerate()) - others
+    service.close()
+    assert not writers
+    with MemoryNameResolver("cleared") as after:
+        assert after.get_subtree(names.root) == {}
