@@ -478,9 +478,8 @@ class Policy:
     """
 
     load_of: Callable[[Server], float]
-    reads_reports: bool = (
-        False  # the load depends on the servers' reports, for which load.py then polls the healthy ones
-    )
+    # The load depends on the servers' reports, for which load.py then polls the healthy ones
+    reads_reports: bool = False
 
 
 # The names are the words of manager.routing (config/schema.py)
