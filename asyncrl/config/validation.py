@@ -29,7 +29,7 @@ from asyncrl.config.schema import (
 from asyncrl.config.transports import FILES, transport_of
 
 Problem = tuple[str, object, str]  # field, value, remedy
-Rule = tuple[bool, str, str]  # whether the field cannot work, the field, the remedy
+Conflict = tuple[bool, str, str]  # between fields: whether it is there, the field that is named, the remedy
 
 # Metrics of all tasks together are named reward/<one of these>. Each task has a metric reward/<task>, so no task may have one of
 # these names
@@ -65,25 +65,25 @@ def problems_of_values(config: object) -> Iterator[Problem]:
 
 def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     """Fields that do not fit each other, except in layouts (dataflow/layout_checks.py)."""
-    yield from broken(config, _of_generation(config))
+    yield from problems_among(config, _of_generation(config))
     yield from _bad_algorithm(config)
     yield from _bad_streaming(config)
     yield from _bad_modes(config)
-    yield from broken(config, _of_network(config))
-    yield from broken(config, _of_cluster(config))
+    yield from problems_among(config, _of_network(config))
+    yield from problems_among(config, _of_cluster(config))
     yield from _bad_models(config)
     yield from _bad_prompts(config)
     yield from _bad_tasks(config)
 
 
-def broken(config: object, rules: Iterable[Rule], path: str = "") -> Iterator[Problem]:
-    """The problems of the rules that are broken. path: of the section whose fields they name."""
-    for is_wrong, field, remedy in rules:
+def problems_among(config: object, conflicts: Iterable[Conflict], path: str = "") -> Iterator[Problem]:
+    """The conflicts that there are. path: of the section whose fields they name."""
+    for is_wrong, field, remedy in conflicts:
         if is_wrong:
             yield f"{path}{field}", attrgetter(field)(config), remedy
 
 
-def _of_generation(config: ExperimentConfig) -> Iterable[Rule]:
+def _of_generation(config: ExperimentConfig) -> Iterable[Conflict]:
     """Sampling, and settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat
     intervals, or a KV cache smaller than a sequence."""
     manager, rollout, generation = config.manager, config.rollout, config.generation
@@ -139,10 +139,10 @@ def _of_generation(config: ExperimentConfig) -> Iterable[Rule]:
 def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
     """Values for which the formulas of asyncrl/algorithms are undefined."""
     yield from problems_of_values(ppo)
-    yield from broken(ppo, _of_ppo(ppo))
+    yield from problems_among(ppo, _of_ppo(ppo))
 
 
-def _of_ppo(ppo: PPOConfig) -> Iterable[Rule]:
+def _of_ppo(ppo: PPOConfig) -> Iterable[Conflict]:
     floor, cap = ppo.behav_imp_weight_floor, ppo.behav_imp_weight_cap
     return (
         (
@@ -181,12 +181,12 @@ def _of_ppo(ppo: PPOConfig) -> Iterable[Rule]:
 def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
     """Problems of the loss, and of the fields that it depends on."""
     ppo, train = config.train.ppo, config.train
-    yield from broken(ppo, _of_ppo(ppo), "train.ppo.")
+    yield from problems_among(ppo, _of_ppo(ppo), "train.ppo.")
     name = "advantage_norm" if ppo.advantage_norm == "group" else "baseline"
     instead = "batch" if name == "advantage_norm" else "none"
     is_alone, rejects_equal = config.rollout.group_size == 1, config.rollout.reject_equal_rewards
     field = "train.reward_model" if train.reward_model is not None else "train.reward_models"
-    yield from broken(
+    yield from problems_among(
         config,
         (
             (
@@ -221,7 +221,7 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     needs = "with train.streaming"
     whole = f"must be 1 {needs}: minibatches are drawn from the whole batch"
     offloaded = [role for role in train.offload if role in ("actor", "critic")]
-    yield from broken(
+    yield from problems_among(
         config,
         (
             (
@@ -269,7 +269,7 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
     mode, train, transport = mode_of(config.mode), config.train, config.weights.transport
     from_memory, whole_s = transport_of(transport).from_memory, config.manager.update_timeout_s
     only_replay = f"is used with mode=train_only only; this is mode={config.mode}"
-    yield from broken(
+    yield from problems_among(
         config,
         (
             (
@@ -340,7 +340,7 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
                 yield f"{place}.on_missing", model.on_missing, f"{never}; set it to wait"
 
 
-def _of_network(config: ExperimentConfig) -> Iterable[Rule]:
+def _of_network(config: ExperimentConfig) -> Iterable[Conflict]:
     network = config.network
     return (
         *(
@@ -368,7 +368,7 @@ def _of_network(config: ExperimentConfig) -> Iterable[Rule]:
     )
 
 
-def _of_cluster(config: ExperimentConfig) -> Iterable[Rule]:
+def _of_cluster(config: ExperimentConfig) -> Iterable[Conflict]:
     """Runs on more than one host."""
     hosts, slurm = config.hosts, config.slurm
     return (

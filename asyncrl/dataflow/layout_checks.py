@@ -11,7 +11,7 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.transports import FILES, transport_of
-from asyncrl.config.validation import Problem, Rule, broken
+from asyncrl.config.validation import Conflict, Problem, problems_among
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
@@ -74,10 +74,10 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
             )
             return
         if not mode_of(config.mode).workers_generate:
-            yield from broken(config, _of_engine(config, allocation))
+            yield from problems_among(config, _of_engine(config, allocation))
             yield from _bad_settings(config, allocation)
         if allocation.shared_workers:
-            yield from broken(config, _of_sharing(config, allocation))
+            yield from problems_among(config, _of_sharing(config, allocation))
         yield from _bad_layout(config, allocation)
 
 
@@ -129,7 +129,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
             yield "allocation", config.allocation, str(error)
         else:
             if any(devices.on_cpu for devices in allocation.training):
-                yield from broken(config, _of_cpu_workers(config))
+                yield from problems_among(config, _of_cpu_workers(config))
             if mode_of(config.mode).has_detached_groups:
                 yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
@@ -151,7 +151,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
 
 
-def _of_cpu_workers(config: ExperimentConfig) -> Iterable[Rule]:
+def _of_cpu_workers(config: ExperimentConfig) -> Iterable[Conflict]:
     cpu = f"allocation={config.allocation} has CPU workers"
     return (
         (
@@ -215,7 +215,7 @@ def _missing(name: str) -> str:
     return f"is not part of this run: it comes with {_RUNS_WITH[name]}" if name in _RUNS_WITH else ""
 
 
-def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Rule]:
+def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Conflict]:
     """Shared devices, where generation and training take turns."""
     shared = f"allocation={config.allocation} shares devices"
     return (
@@ -252,7 +252,7 @@ def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Ru
     )
 
 
-def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Rule]:
+def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Conflict]:
     """Settings that the allocation's engine needs but that are missing, and settings that it cannot use."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
