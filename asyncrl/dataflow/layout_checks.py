@@ -159,11 +159,6 @@ def _of_cpu_workers(config: ExperimentConfig) -> Iterable[Conflict]:
             "mode",
             f"{cpu}, which need async; leave them out",
         ),
-        (
-            config.train.streaming,
-            "train.streaming",
-            f"{cpu}, whose restart would lose the earlier parts of a batch; set it to false",
-        ),
     )
 
 

@@ -111,6 +111,8 @@ class InDetachedGroup(Home):
     """The workers are outside the trainer group.
 
     waits for: their replies; the next incarnation of their worker group, if the group ends (calls.py).
+    The workers add up statistics and a state over the calls of a step. So a new incarnation first executes the step's earlier calls
+    again, on their inputs and with the states with which they began.
     If the group is missing and on_missing=continue, the step goes on without the output keys. A call without groups needs nothing
     from the group.
     """
@@ -129,6 +131,10 @@ class InDetachedGroup(Home):
         self._on_missing = on_missing(hooks.train, mfc.role) if mfc.has_model else "wait"
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
         self._tracker = tracker
+        self._earlier: list[
+            ExecuteMFC
+        ] = []  # calls of the step with a state or statistics, which add up at the workers
+        self._caught_up = -1  # the incarnation that has executed them
 
     async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:
         is_missing = False
@@ -152,9 +158,20 @@ class InDetachedGroup(Home):
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: PartOfStep, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        num_bytes = await self._fetch_inputs(body, step.existing(self.mfc.input_keys), incarnation)
+        self._earlier = [earlier for earlier in self._earlier if earlier.version == body.version]
+        for earlier in self._earlier if self._caught_up != incarnation.number else ():
+            # What they add up (StepTotals) has ended with the incarnation before
+            await self._fetch_inputs(earlier, self._inputs(earlier), incarnation)
+            await self._execute(earlier, incarnation)
+        self._caught_up = incarnation.number
+        num_bytes = await self._fetch_inputs(body, self._inputs(body), incarnation)
         self.take_note(step, call, body, await self._execute(body, incarnation))
         step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
+        if self.state or call.stats:
+            self._earlier.append(body)
+
+    def _inputs(self, body: ExecuteMFC) -> list[str]:
+        return [key for key in self.mfc.input_keys if key not in body.missing]
 
     async def _fetch_inputs(self, body: ExecuteMFC, keys: Sequence[str], incarnation: Incarnation) -> float:
         """Have the workers fetch these keys of their parts. Returns the number of bytes."""

@@ -88,6 +88,7 @@ class Feature:
     places: tuple[str, ...] = ()
     also_plain: bool = False
     lost: bool = False  # detached groups with on_missing=continue are missing in the second step
+    restarts: bool = False  # CPU workers restart before each step, and between the parts of its batch
     broken: bool = False  # a reward of the second step is not finite
     experiment: Mapping[str, Any] = field(default_factory=dict)  # fields of the whole config, as `how`
     tolerance: float = 1e-5
@@ -107,6 +108,11 @@ FEATURES: dict[str, Feature] = {
     "detached actor_inf": Feature(how={"actor_inf_on_missing": "wait"}, places=("actor_inf:d1",)),
     "critic on its own workers": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=1)}, places=("critic:d1",)),
     "advantages on a CPU worker": Feature(places=("advantages:cpu1",)),
+    "CPU worker that restarts": Feature(
+        {"ppo.kl_coef": 0.1, "ppo.kl_adaptive": True, "ppo.kl_horizon": 50.0},
+        places=("advantages:cpu1",),
+        restarts=True,
+    ),
     "shared devices": Feature(experiment={"allocation": "transformers.d1@0+d1@0"}),
     "mode=train_only": Feature(experiment={"mode": "train_only", "replay": ReplayConfig(path="/run")}),
     "mode=sync": Feature(experiment={"mode": "sync"}),
@@ -365,6 +371,16 @@ class EngineWorld(WorldOfGroups):
         self.calls_of._check_first_step = lambda *_: {}  # it changes no weights
         self.lost, self.errors = False, list[Exception]()
 
+    def restart_cpu_workers(self) -> None:
+        for model in self.models.values():
+            if model.kind == "none":
+                (worker,) = self.placed(model.name).workers
+                for mfc in self.graph.mfcs.values():
+                    if mfc.model == model.name:
+                        self.calls_of._totals.pop(mfc.name, None)
+                self.samples[worker].clear()
+                self.begin_again(worker)
+
     def keep(self, worker: int, samples: Mapping[str, SequenceSample]) -> None:
         held = self.samples[worker]
         for group, sample in samples.items():
@@ -537,8 +553,13 @@ async def _step(
         master.tracker.add(0, [ticket], meta.keys)
         world.samples[0][ticket] = sample
     parts = PARTS[version % len(PARTS)] if config.train.streaming else [list(range(NUM_GROUPS))]
+    restarts = any(feature.restarts for feature in features)
     for part in parts[:-1]:
+        if restarts:
+            world.restart_cpu_workers()
         await master.executor.execute_part([batch.ids[number] for number in part], version)
+    if restarts:
+        world.restart_cpu_workers()
     result = await master.step(list(batch.ids), version, detached=False)
     return {name: value for name, value in result.stats.items() if not name.startswith(HOW)}
 

@@ -229,7 +229,6 @@ def test_what_cannot_stream_is_refused_with_the_reason(config_file, overrides, m
             "mode=train_only",
             "mode='train_only': allocation=transformers.d1p1m1.d1p1m1.advantages:cpu1 has CPU workers, which",
         ),
-        ("train.streaming=true", "train.streaming=True: .* whose restart would lose the earlier parts"),
     ],
 )
 def test_what_excludes_cpu_workers_is_refused(config_file, override, message):

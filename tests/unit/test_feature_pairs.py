@@ -30,6 +30,8 @@ QUICK = [
     ("arriving_inference", "refreshed reference"),
     ("arriving_inference", "reference missing"),
     ("arriving_inference", "step function in chunks"),
+    ("streaming", "advantages on a CPU worker"),
+    ("streaming", "CPU worker that restarts"),
     ("advantages on a CPU worker", "adaptive kl"),
     ("advantages on a CPU worker", "reference missing"),
     ("advantages on a CPU worker", "actor_inf missing"),
