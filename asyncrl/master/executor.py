@@ -23,13 +23,14 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
 from asyncrl.master.homes import Home
-from asyncrl.master.on_policy import OnPolicy
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
 from asyncrl.master.step_part import PartOfStep
 from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.calls import ExecuteMFC
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 
@@ -97,6 +98,33 @@ class ModelFunctionCall:
             missing=missing,
             state=self.home.state,
         )
+
+
+class OnPolicy:
+    """Whether a step trains on data that its own weights have sampled (train.mismatch).
+
+    Knows whether the actor still has the weights with which the attempt began: until its first train step, all versions of the
+    attempt are the same weights."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None  # the version with which the attempt began
+        self._is_trained = False
+
+    def begin(self, version: int, metas: Iterable[TrajectoryMeta]) -> bool:
+        """The step from this version begins, or a part of it. Returns whether the weights of the actor sampled all of these groups
+        and have not been trained in this attempt."""
+        self._first = version if self._first is None else self._first
+        if self._is_trained:
+            return False
+        return all(self._is_own(packed, meta.attempt) for meta in metas for packed in meta.version_start)
+
+    def trained(self) -> None:
+        """The actor has been trained."""
+        self._is_trained = True
+
+    def _is_own(self, packed: int, attempt: int) -> bool:
+        version = WeightVersion.unpack(packed)
+        return version.attempt == attempt and version.version >= (self._first or 0)
 
 
 class FunctionExecutor:

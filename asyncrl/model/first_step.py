@@ -4,7 +4,7 @@ The first data of an attempt was sampled by the very weights that the trainer ho
 the trainer's own must agree, up to rounding. If they do not, the servers sample from another model than the one in training, and
 the loss corrects with wrong ratios from then on.
 
-    master/on_policy.py: the batch is on-policy --> Calls: `FirstStep.check`, before the first optimizer step --> `verdict`
+    master/executor.py: the batch is on-policy --> Calls: `FirstStep.check`, before the first optimizer step --> `verdict`
 
 Only tokens that are trained count: those of environments and prompts have no behaviour logprob. The comparison is at the
 temperature of sampling; servers report logprobs before top-p and top-k, as the trainer computes them.

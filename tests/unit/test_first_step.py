@@ -15,7 +15,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
-from asyncrl.master.on_policy import OnPolicy
+from asyncrl.master.executor import OnPolicy
 from asyncrl.model.first_step import Compared, FirstStep, MismatchError, compare, verdict
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
