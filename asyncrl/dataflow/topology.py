@@ -70,11 +70,6 @@ def training_topology(grid: ParallelGrid) -> ProcessTopology:
     return ProcessTopology([axis.name for axis, _ in axes], [size for _, size in axes])
 
 
-def inference_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has the GPUs of one replica."""
-    return ProcessTopology([axis.name for axis in grid.axes], grid.sizes)
-
-
 @dataclass(frozen=True)
 class ModelShardID:
     """One rank of a model, with its coordinates in the order of its layout's axes."""
@@ -507,23 +502,10 @@ def unknown_name(name: str, graph: DataflowGraph) -> str:
     return f"is neither an MFC nor a role of this run: {hint}MFCs: {', '.join(mfcs)}; roles: {', '.join(roles)}"
 
 
-def data_head(index: int) -> str:
-    """Return the handler name of the head of a data-parallel replica."""
-    return f"__data{index}__"
-
-
 def build_handler_routing(models: Sequence[ModelPlacement]) -> dict[Handler, int]:
-    """Return the table handler -> model worker. Handlers, the addresses of calls, are of three kinds: the shards of all models,
-    `__data{i}__` for the heads of the first model, and the indexes of the workers.
-
-    The master addresses its calls to shards and indexes. `__data{i}__` is for calls about the data of one replica. Trajectories
-    travel by push-pull, not by calls. Without models (mode=rollout_only) the only worker is a recorder, which is head 0.
-    """
-    if not models:
-        return {data_head(0): 0, 0: 0}
+    """Return the table handler -> model worker. Handlers, the addresses of calls, are the shards of all models and the indexes of
+    the workers. A call that concerns data goes to the indexes of the workers that hold it (StorageTracker)."""
     routing: dict[Handler, int] = {}
     for model in models:
         routing |= dict(zip(model.shards, model.workers, strict=True))
-    routing |= {data_head(index): worker for index, worker in enumerate(models[0].heads)}
-    routing |= {worker: worker for worker in sorted({worker for model in models for worker in model.workers})}
-    return routing
+    return routing | {worker: worker for worker in sorted({*routing.values()})}

@@ -39,7 +39,7 @@ from asyncrl.runtime.transport import Transport, transport_of
 CALL_CREDIT_ITEMS = 1024  # unanswered calls per worker
 _LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
 
-Handler = Hashable  # a ModelShardID, a text such as "__data0__", or a worker's index
+Handler = Hashable  # a ModelShardID or a worker's index
 
 
 class RemoteCallError(Exception):

@@ -305,7 +305,7 @@ def test_a_wildcard_cannot_be_published():
 # ---------------------------------------------------------------------------------------------------------- request-reply
 
 
-ROUTING = {"__data0__": 0, "__data1__": 1, ("actor", 0, 0, 0): 0, ("actor", 1, 0, 0): 1, 0: 0, 1: 1}
+ROUTING = {("actor", 0, 0, 0): 0, ("actor", 1, 0, 0): 1, 0: 0, 1: 1}
 MESH = [("actor", 0, 0, 0), ("actor", 1, 0, 0)]
 
 
@@ -336,7 +336,7 @@ async def test_routing_sequences_and_order(client_and_servers):
     futures = []
     for step in range(50):
         futures += calls.call_nowait(MESH, [ExecuteMFC(mfc="m", version=step, ids=["a", "b"])] * 2)
-        futures += calls.call_nowait(["__data1__"], [ClearData(ids=[str(step)])])
+        futures += calls.call_nowait([1], [ClearData(ids=[str(step)])])
     for index, worker in enumerate(servers):
         received = [await worker.receive() for _ in range(50 * (1 + index))]
         assert [call.worker_seq for call in received] == list(range(50 * (1 + index)))
@@ -480,9 +480,9 @@ async def test_calls_are_sent_to_all_or_to_none(client_and_servers):
     calls, servers = client_and_servers
     with pytest.raises(ValueError, match="no worker handles 'nobody'"):
         calls.call_nowait([0, "nobody"], [Ping(), Ping()])
-    futures = [calls.call_nowait(["__data1__"], [Ping()])[0] for _ in range(CALL_CREDIT_ITEMS)]
+    futures = [calls.call_nowait([1], [Ping()])[0] for _ in range(CALL_CREDIT_ITEMS)]
     with pytest.raises(ChannelFull, match="model_worker/1 has 1024 unanswered calls"):
-        calls.call_nowait(["__data1__"], [Ping()])
+        calls.call_nowait([1], [Ping()])
     with pytest.raises(ChannelFull):
         calls.call_nowait([0, 1], [Ping(), Ping()])
     (first,) = calls.call_nowait([0], [Ping()])

@@ -24,7 +24,7 @@ from asyncrl.dataflow.axes import (
     Axis,
     ParallelGrid,
 )
-from asyncrl.dataflow.topology import ModelPlacement, inference_topology, training_topology
+from asyncrl.dataflow.topology import ModelPlacement, training_topology
 from asyncrl.model.mesh import ModelMesh
 from tests.support.decisions import PACKAGE
 
@@ -55,10 +55,10 @@ def test_a_layout_is_parsed_and_written(axes: tuple[Axis, ...]) -> None:
 @TABLES
 def test_ranks_and_coordinates_are_inverse(axes: tuple[Axis, ...]) -> None:
     grid = placed(axes).grid
-    for topology in (training_topology(grid), inference_topology(grid)):
-        assert [topology.get_rank(**topology.get_coord(rank)) for rank in range(grid.size)] == list(range(grid.size))
-        sizes = dict(zip(topology.axes, topology.dims, strict=True))
-        assert tuple(sizes[axis.name] for axis in axes) == grid.sizes
+    topology = training_topology(grid)
+    assert [topology.get_rank(**topology.get_coord(rank)) for rank in range(grid.size)] == list(range(grid.size))
+    sizes = dict(zip(topology.axes, topology.dims, strict=True))
+    assert tuple(sizes[axis.name] for axis in axes) == grid.sizes
     shards = placed(axes).shards
     assert len({*shards}) == len({*map(str, shards)}) == grid.size
 

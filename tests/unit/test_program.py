@@ -8,7 +8,7 @@ from asyncrl.cli.commands.common import process_objects
 from asyncrl.config import schema as configs
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.axes import ParallelGrid
-from asyncrl.dataflow.topology import inference_topology
+from asyncrl.dataflow.topology import ProcessTopology
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
 from tests.support.mfcs import declare
@@ -116,9 +116,9 @@ def test_shared_gpus_are_those_that_the_allocation_names(config_of):
 
 
 def test_gpus_of_generation_servers_are_in_inference_order(config_of):
-    """Each server gets the GPUs of one data rank."""
+    """Inference order of the seed documents: data, pipe, tensor. Each server gets the GPUs of one data rank."""
     specs = plan(config_of("allocation=sglang.d3m2+d1"), attempt=1, num_prompts=64, devices=[str(i) for i in range(8)])
-    topology = inference_topology(ParallelGrid.parse("d3m2"))
+    topology = ProcessTopology(("data", "pipe", "tensor"), ParallelGrid.parse("d3m2").sizes)
     for data in range(3):
         (server,) = (spec for spec in specs if spec.name == f"generation_server/{data}")
         ranks = [topology.get_rank(data=data, pipe=0, tensor=tensor) for tensor in range(2)]

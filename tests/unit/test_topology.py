@@ -14,7 +14,6 @@ from asyncrl.dataflow.topology import (
     ModelShardID,
     ProcessTopology,
     build_handler_routing,
-    inference_topology,
     training_topology,
 )
 from asyncrl.dataflow.worker_groups import worker_groups_of
@@ -61,16 +60,10 @@ def test_training_order_is_pipe_data_tensor():
     assert coordinates == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
 
 
-def test_inference_order_is_data_pipe_tensor():
-    topology = inference_topology(ParallelGrid.parse("d2p2m2"))
-    assert topology.get_coord(2) == {"data": 0, "pipe": 1, "tensor": 0}
-    assert topology.get_rank(data=1, pipe=0, tensor=1) == 5
-
-
 @pytest.mark.parametrize("text", ["d2p3m5", "d5p2m3", "d3p1m2"])
 def test_rank_formulas(text):
     grid = ParallelGrid.parse(text)
-    training, inference = training_topology(grid), inference_topology(grid)
+    training, inference = training_topology(grid), ProcessTopology(("data", "pipe", "tensor"), grid.sizes)
     num_data, num_pipe, num_tensor = grid.sizes
     for data in range(num_data):
         for pipe in range(num_pipe):
@@ -91,11 +84,10 @@ def test_rank_and_coordinates_are_inverse(rank):
 
 def test_routing_of_data_parallel_workers():
     """Scenario 1 of the seed documents: DP=2."""
+    assert model("actor", "d2").heads == (0, 1)
     assert build_handler_routing([model("actor", "d2")]) == {
         shard("actor", "d0p0m0"): 0,
         shard("actor", "d1p0m0"): 1,
-        "__data0__": 0,
-        "__data1__": 1,
         0: 0,
         1: 1,
     }
@@ -103,13 +95,12 @@ def test_routing_of_data_parallel_workers():
 
 def test_routing_of_data_and_tensor_ranks():
     """Scenario 2 of the seed documents: DP=2, TP=2. The head of a replica is its tensor rank 0."""
+    assert model("actor", "d2m2").heads == (0, 2)
     assert build_handler_routing([model("actor", "d2m2")]) == {
         shard("actor", "d0p0m0"): 0,
         shard("actor", "d0p0m1"): 1,
         shard("actor", "d1p0m0"): 2,
         shard("actor", "d1p0m1"): 3,
-        "__data0__": 0,
-        "__data1__": 2,
         0: 0,
         1: 1,
         2: 2,
@@ -119,6 +110,7 @@ def test_routing_of_data_and_tensor_ranks():
 
 def test_routing_of_data_tensor_and_pipeline_ranks():
     """Scenario 3 of the seed documents: DP=2, TP=2, PP=2. The heads are on the last stage."""
+    assert model("actor", "d2p2m2").heads == (4, 6)
     assert build_handler_routing([model("actor", "d2p2m2")]) == {
         shard("actor", "d0p0m0"): 0,
         shard("actor", "d0p0m1"): 1,
@@ -128,8 +120,6 @@ def test_routing_of_data_tensor_and_pipeline_ranks():
         shard("actor", "d0p1m1"): 5,
         shard("actor", "d1p1m0"): 6,
         shard("actor", "d1p1m1"): 7,
-        "__data0__": 4,
-        "__data1__": 6,
         0: 0,
         1: 1,
         2: 2,
@@ -143,35 +133,29 @@ def test_routing_of_data_tensor_and_pipeline_ranks():
 
 def test_routing_of_actor_and_critic_on_the_same_workers():
     """Scenario 4 of the seed documents: actor and critic, DP=2."""
+    assert model("critic", "d2").heads == (0, 1)
     assert build_handler_routing([model("actor", "d2"), model("critic", "d2")]) == {
         shard("actor", "d0p0m0"): 0,
         shard("actor", "d1p0m0"): 1,
         shard("critic", "d0p0m0"): 0,
         shard("critic", "d1p0m0"): 1,
-        "__data0__": 0,
-        "__data1__": 1,
         0: 0,
         1: 1,
     }
 
 
-def test_routing_of_models_on_disjoint_workers_uses_the_heads_of_the_first_model():
+def test_routing_of_models_on_disjoint_workers():
     routing = build_handler_routing([model("actor", "p2"), model("ref", "d2", first=2)])
     assert routing == {
         shard("actor", "d0p0m0"): 0,
         shard("actor", "d0p1m0"): 1,
         shard("ref", "d0p0m0"): 2,
         shard("ref", "d1p0m0"): 3,
-        "__data0__": 1,
         0: 0,
         1: 1,
         2: 2,
         3: 3,
     }
-
-
-def test_routing_without_models_goes_to_a_recorder():
-    assert build_handler_routing([]) == {"__data0__": 0, 0: 0}
 
 
 def test_replicas_and_heads_of_a_placement():
@@ -426,7 +410,9 @@ def test_every_mfc_has_one_place_and_every_worker_a_model(run):
 
     routing = build_handler_routing(models)
     assert {routing[worker] for worker in used} == used
-    assert [routing[f"__data{index}__"] for index in range(models[0].grid.num_replicas)] == list(models[0].heads)
+    assert all(
+        routing[shard] == worker for model in models for shard, worker in zip(model.shards, model.workers, strict=True)
+    )
 
 
 def test_devices_of_an_allocation():
