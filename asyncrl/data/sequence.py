@@ -13,6 +13,10 @@ Layouts of the known keys (KEY_SPECS), for a group of n sequences with full leng
     prompt    one run: the tokens of the prompt
     sequence  n values
     group     one value
+    words     n runs of any lengths; run i is the JSON text (UTF-8) of a string or object that belongs to sequence i
+
+Words are keys named `words_NAME` (layout words) and `prompt_words_NAME` (layout prompt: one text for the group). To all code that
+moves samples they are bytes. `from_groups` encodes them and `words` decodes them.
 
 Wire format (`encode_sample`, `decode_sample`): one typed header (MessagePack) and one raw frame per key. The header has ids, keys,
 dtypes and lengths. Frames are the arrays' bytes, not copied when sending. Nothing is unpickled. The receiver trusts nothing: the
@@ -42,7 +46,7 @@ from asyncrl.protocol.errors import CodecError
 Array = npt.NDArray[Any]
 DType = np.dtype[Any]
 SeqLens = list[list[int]]  # per id, the length of each of its sequences
-Layout = Literal["token", "prompt", "sequence", "group"]
+Layout = Literal["token", "prompt", "sequence", "group", "words"]
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,47 @@ KEY_SPECS: Mapping[str, KeySpec] = {
 }
 
 
+# Known keys with a name of the user's after the prefix
+_PREFIXES: Mapping[str, KeySpec] = {
+    "model_rewards_": KEY_SPECS["model_rewards"],  # of a reward model with a name
+    "words_": _spec("uint8", "words"),
+    "prompt_words_": _spec("uint8", "prompt"),
+}
+
+
 def spec_of(key: str) -> KeySpec | None:
-    """The KeySpec of a known key: one of KEY_SPECS, or `model_rewards_NAME` of a reward model with a name. None: not known."""
-    return KEY_SPECS["model_rewards"] if key.startswith("model_rewards_") else KEY_SPECS.get(key)
+    """The KeySpec of a known key: one of KEY_SPECS, `model_rewards_NAME`, `words_NAME` or `prompt_words_NAME`. None: not known."""
+    if (spec := KEY_SPECS.get(key)) is not None:
+        return spec
+    return next((spec for prefix, spec in _PREFIXES.items() if key.startswith(prefix)), None)
+
+
+def is_words(key: str) -> bool:
+    """Whether the key holds strings and objects as JSON."""
+    return key.startswith(("words_", "prompt_words_"))
+
+
+def encode_words(value: Any) -> Array:
+    """The JSON text of a string, number, bool, None, list, or dict with string keys: uint8.
+
+    Raises ValueError if JSON would change the value (NaN, a tuple, a key that is no string), or has no form for it.
+    """
+    try:
+        text = msgspec.json.encode(value)
+        is_same = msgspec.json.decode(text) == value
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it has no form in JSON: {error}") from error
+    if not is_same:
+        raise ValueError("JSON would change it; use strings, finite numbers, lists and dicts with string keys")
+    return np.frombuffer(text, np.uint8)
+
+
+def decode_words(run: Array) -> Any:
+    """The value that `encode_words` encoded. Raises ValueError for bytes that are no JSON."""
+    try:
+        return msgspec.json.decode(run.tobytes())
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"its bytes are no JSON: {error}") from error
 
 
 DTYPES = tuple(
@@ -157,7 +199,8 @@ class SequenceSample:
         """Build a sample from plain Python or numpy values, one mapping per group, all with the same keys.
 
         Per key: `token` (and unknown keys) a list of runs, one per sequence; `prompt` one run; `sequence` one value per sequence;
-        `group` one value. Lists are converted to the key's dtype; arrays must have it already.
+        `group` one value; `words` one value per sequence, and `prompt_words_NAME` one value, which JSON can hold.
+        Lists are converted to the key's dtype; arrays must have it already.
         """
         if len(ids) != len(groups):
             raise ValueError(f"{len(ids)} ids for {len(groups)} groups: pass one id per group")
@@ -264,6 +307,21 @@ class SequenceSample:
                 start += n
             views.append(group)
         return views
+
+    def words(self, key: str) -> list[list[Any]]:
+        """Per id, the values of its sequences; under `prompt_words_NAME` one value. Raises ValueError, with key and id, for bytes
+        that are no JSON."""
+        if not is_words(key):
+            raise ValueError(
+                f"key {key!r} has no words; the names of keys with words begin with words_ or prompt_words_"
+            )
+        found = []
+        for group_id, runs in zip(self.ids, self.slices(key), strict=True):
+            try:
+                found.append([decode_words(run) for run in runs])
+            except ValueError as error:
+                raise ValueError(f"key {key!r}, id {group_id!r}: {error}") from error
+        return found
 
     def __eq__(self, other: object) -> bool:
         """The same ids in the same order, keys (in any order), lengths, dtypes and values; NaN equals NaN."""
@@ -501,7 +559,7 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
     """Check that the known keys fit each other: token keys are aligned, sequence keys have one value per sequence."""
     layouts = {key: spec.layout for key in seqlens if (spec := spec_of(key)) is not None}
     token_key = next((key for key in ("packed_input_ids", *layouts) if layouts.get(key) == "token"), "")
-    counted = token_key or next((key for key, layout in layouts.items() if layout == "sequence"), "")
+    counted = token_key or next((key for key, layout in layouts.items() if layout in ("sequence", "words")), "")
     counts = [len(lengths) for lengths in seqlens[counted]] if counted else []
     expected: dict[Layout, SeqLens] = {
         "token": seqlens.get(token_key, []),
@@ -515,6 +573,13 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
                 if len(lengths) != 1:
                     raise ValueError(
                         f"key {key!r}, id {group_id!r}: expected one prompt per group, found {len(lengths)}"
+                    )
+        elif layout == "words":
+            for group_id, lengths, count in zip(ids, found, counts, strict=True):
+                if len(lengths) != count:
+                    raise ValueError(
+                        f"key {key!r}, id {group_id!r}: expected one text for each of the {count} sequences of {counted!r}, "
+                        f"found {len(lengths)}"
                     )
         elif found != expected[layout]:
             i = next(i for i, lengths in enumerate(found) if lengths != expected[layout][i])
@@ -532,6 +597,8 @@ def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:
     spec = spec_of(key)
     layout = spec.layout if spec is not None else "token"
     dtype = spec.dtype if spec is not None else None
+    if is_words(key):
+        return [_as_words(key, group_id, each) for each in ([value] if layout == "prompt" else value)]
     if layout == "prompt":
         return [_as_run(key, group_id, value, dtype)]
     if layout == "group":
@@ -540,6 +607,13 @@ def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:
         run = _as_run(key, group_id, value, dtype)
         return [run[i : i + 1] for i in range(len(run))]
     return [_as_run(key, group_id, run, dtype) for run in value]
+
+
+def _as_words(key: str, group_id: str, value: Any) -> Array:
+    try:
+        return encode_words(value)
+    except ValueError as error:
+        raise ValueError(f"key {key!r}, id {group_id!r}: a value of type {type(value).__name__}: {error}") from error
 
 
 def _as_run(key: str, group_id: str, value: Any, dtype: np.dtype[Any] | None) -> Array:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.data.sequence import KEY_SPECS, Array, SequenceSample
+from asyncrl.data.sequence import Array, SequenceSample, spec_of
 from asyncrl.model.attention import Segments
 
 
@@ -112,7 +112,7 @@ class SequenceBatch:
         keys = [
             key
             for key in sample.keys
-            if (key not in KEY_SPECS or KEY_SPECS[key].layout in ("token", "sequence"))
+            if ((spec := spec_of(key)) is None or spec.layout in ("token", "sequence"))
             and [len(lengths) for lengths in sample.seqlens[key]] == counts
         ]
         key_lengths = {

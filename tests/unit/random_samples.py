@@ -5,6 +5,17 @@ from hypothesis import strategies as st
 
 from asyncrl.data.sequence import DTYPES, SequenceSample
 
+# Values of keys with words: the text of each is JSON, and it is read back as the same value
+words = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
 
 def random_bits(rng: np.random.Generator, dtype: str, count: int) -> np.ndarray:
     """Any bits, so that floats are also NaN, infinite and -0.0. Bools are 0 or 1."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_samples import words
 
+from asyncrl.data.sample_files import load_sample, save_sample
 from asyncrl.data.sequence import DTYPES, FORMAT, SequenceSample, decode_sample, encode_sample
 from asyncrl.protocol.errors import CodecError
 
@@ -100,6 +104,43 @@ def test_the_same_keys_with_other_lengths_are_checked_again() -> None:
         decode_sample(header_of(keys=keys, lengths=[[[3, 2], [4]]]), [bytes(72), bytes(12)])
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(words, st.lists(words, max_size=3)), max_size=3))
+def test_words_make_the_round_trip_through_the_codec_and_files(groups: list[tuple[Any, list[Any]]]) -> None:
+    given_words = [{"words_text": each, "prompt_words_answer": one} for one, each in groups]
+    if not groups:
+        return
+    sample = SequenceSample.from_groups([f"id{i}" for i in range(len(groups))], given_words)
+    header, frames = encode_sample(sample)
+    decoded = decode_sample(header, [bytes(frame) for frame in frames])
+    with tempfile.TemporaryDirectory() as folder:
+        save_sample(decoded, Path(folder, "sample.safetensors"))
+        loaded = load_sample(Path(folder, "sample.safetensors"))
+    parts = [part for part in loaded.repeat(1).split(2) if part.num_ids]
+    for found in (decoded, loaded, SequenceSample.gather(parts)):
+        assert found.words("words_text") == [each for _, each in groups]
+        assert found.words("prompt_words_answer") == [[one] for one, _ in groups]
+    assert decoded == sample == loaded
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], (1, 2), {1: "a"}, {1, 2}, b"x", "\ud800", object()])
+def test_words_that_json_would_change_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"key 'words_x', id 'a': a value of type \w+: (JSON would|it has no form)"):
+        SequenceSample.from_groups(["a"], [{"words_x": ["fine", value]}])
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"nan", b"1 2", b'"\xff"', b"[" * 100_000, b"1e999", b"9" * 100_000, b"{'a': 1}"]
+)
+def test_bytes_that_are_no_json_are_refused_when_words_are_read(text: bytes) -> None:
+    sample = SequenceSample(("a",), {"words_x": [[len(text)]]}, {"words_x": np.frombuffer(text, np.uint8)})
+    decoded = decode_sample(*encode_sample(sample))
+    with pytest.raises(ValueError, match="key 'words_x', id 'a': its bytes are no JSON"):
+        decoded.words("words_x")
+    with pytest.raises(ValueError, match="key 'rewards' has no words"):
+        decoded.words("rewards")
+
+
 # ----------------------------------------------------------------------------------------------------------- hostile input
 
 
@@ -141,6 +182,17 @@ def test_the_same_keys_with_other_lengths_are_checked_again() -> None:
         (header_of(keys=[["rewards", "int32", 0]]), [FRAME], "key 'rewards': expected dtype float32, found int32"),
         (header_of(keys=[["rewards", "float32", 0]]), [FRAME], "key 'rewards', id 'a': expected one value"),
         (header_of(keys=[["x", "bool", 0]]), [b"\x01\x00\x02" * 3], "key 'x': a bool is 2"),
+        (header_of(keys=[["words_x", "float32", 0]]), [FRAME], "key 'words_x': expected dtype uint8, found float32"),
+        (
+            header_of(keys=[["prompt_words_x", "uint8", 0]]),
+            [bytes(9)],
+            "id 'a': expected one prompt per group, found 2",
+        ),
+        (
+            header_of(keys=[["rewards", "float32", 1], ["words_x", "uint8", 0]], lengths=[[[3, 2], [4]], [[1], [1]]]),
+            [bytes(8), bytes(9)],
+            "key 'words_x', id 'a': expected one text for each of the 1 sequences of 'rewards', found 2",
+        ),
         (header_of(), [None], "frame 0: expected bytes, found NoneType"),
         (3, [FRAME], "frame header: expected bytes, found int"),
     ],
