@@ -36,6 +36,7 @@ _SLURM_NAME = Rule(form=r"\S*", form_remedy="must not have blanks")
 _SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: --name=value")
 _HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
 _CHUNK = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of tokens, or {AUTO}")
+_PERIOD = Rule(at_least=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
 _SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
 _MODEL_WITH_ONE_LABEL = Rule(
     file="model", form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
@@ -507,7 +508,9 @@ class CheckpointConfig:
     # Write a checkpoint every N steps, epochs or seconds; 0: not by this count
     every_steps: int = limited(0, at_least=0)
     every_epochs: int = limited(0, at_least=0)  # the same by epochs
-    every_s: float = limited(600.0, at_least=0)  # the same by seconds
+    # The same by seconds. auto: 600; after a checkpoint that took long to write, 50 times as long as that, at most 7200, so that
+    # writing takes at most 2 % of the time
+    every_s: float | str = ruled(AUTO, _PERIOD)
     keep_last: int = limited(2, at_least=1)  # newest checkpoints that are kept
     # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) has at most this long to finish its step and write a
     # checkpoint. A second signal stops it at once. 0: the first signal stops it at once

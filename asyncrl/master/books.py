@@ -13,7 +13,7 @@ from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.report import RunSummary, rejection_lines
-from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
+from asyncrl.master.schedule import REWARD_WINDOW, Schedule, checkpoint_period_s, ended_by
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
@@ -81,6 +81,12 @@ class Books:
         """Whether the schedule `save`, `eval` or `checkpoint` is due. Checking a due schedule resets it."""
         epochs = self.progress.epochs_done()
         return self._schedules[schedule].check(step=self.step, epochs=epochs, now=self._clock.monotonic())
+
+    def pace_checkpoints(self, write_s: float) -> float:
+        """Set the period of checkpoints by the seconds that the newest one took to write, and return it in seconds."""
+        period_s = checkpoint_period_s(self._config.checkpoint.every_s, write_s)
+        self._schedules["checkpoint"].every_s = period_s
+        return period_s
 
     def is_over(self) -> bool:
         """Whether the step that just ended was the last one."""
@@ -251,4 +257,5 @@ class Books:
 
 
 def _schedule(config: EvalConfig | CheckpointConfig, now: float) -> Schedule:
-    return Schedule(every_steps=config.every_steps, every_epochs=config.every_epochs, every_s=config.every_s, now=now)
+    every_s = checkpoint_period_s(config.every_s, 0.0)
+    return Schedule(every_steps=config.every_steps, every_epochs=config.every_epochs, every_s=every_s, now=now)

@@ -100,7 +100,8 @@ class Checkpointer:
             )
             await self._caller.call(f"{path.name} to be complete", self._everyone[:1], commit)
         self._books.note("checkpoint", step=state.step)
-        self._services.logger.info(
-            "checkpoint of step %d in %.1f s: %s", state.step, self._services.clock.monotonic() - start, path
-        )
+        write_s = self._services.clock.monotonic() - start
+        self._services.logger.info("checkpoint of step %d in %.1f s: %s", state.step, write_s, path)
+        if period_s := self._books.pace_checkpoints(write_s):
+            self._services.logger.info("the next checkpoint by time follows %.0f s after this one began", period_s)
         await asyncio.to_thread(self._files.prune_checkpoints)

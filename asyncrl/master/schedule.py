@@ -5,10 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncrl.config.schema import TrainConfig
+from asyncrl.config.schema import AUTO, TrainConfig
 from asyncrl.weights.checkpoints import ScheduleState
 
 REWARD_WINDOW = 5  # steps that target_reward is averaged over
+_WRITING_SHARE = 0.02  # most of a run's time in which checkpoints are being written
+_LEAST_PERIOD_S, _MOST_PERIOD_S = 600.0, 7200.0  # between two checkpoints; a crash loses at most this much work
+
+
+def checkpoint_period_s(asked: float | str, write_s: float) -> float:
+    """Return the seconds between two checkpoints: `asked`, or for auto write_s / _WRITING_SHARE within the bounds.
+
+    write_s: seconds that the newest checkpoint took; 0: none was written yet. A write above 144 s takes more than the share,
+    because the upper bound holds.
+    """
+    if asked != AUTO:
+        return float(asked)
+    return min(max(write_s / _WRITING_SHARE, _LEAST_PERIOD_S), _MOST_PERIOD_S)
 
 
 def ended_by(train: TrainConfig, *, step: int, recent_rewards: Sequence[float], num_done: int, num_total: int) -> str:
@@ -30,7 +43,7 @@ class Schedule:
     def __init__(self, *, every_steps: int = 0, every_epochs: int = 0, every_s: float = 0.0, now: float = 0.0) -> None:
         self._every_steps = every_steps
         self._every_epochs = every_epochs
-        self._every_s = every_s
+        self.every_s = every_s
         self._last_step = 0
         self._last_epoch = 0
         self._last_time = now
@@ -41,7 +54,7 @@ class Schedule:
         due = (
             (self._every_steps > 0 and step - self._last_step >= self._every_steps)
             or (self._every_epochs > 0 and epoch - self._last_epoch >= self._every_epochs)
-            or (self._every_s > 0 and now - self._last_time >= self._every_s)
+            or (self.every_s > 0 and now - self._last_time >= self.every_s)
         )
         if due:
             self._last_step, self._last_epoch, self._last_time = step, epoch, now

@@ -36,6 +36,7 @@ from asyncrl.weights.checkpoints import (
     prune,
 )
 from asyncrl.weights.versions import FileEntry
+from tests.support.clock import ManualClock
 from tests.support.master import make_books, master_config
 from tests.support.services import make_services
 
@@ -253,3 +254,15 @@ def test_an_unreadable_state_is_reported_with_its_file(tmp_path):
     (path / "master.json").write_bytes(b"[]")
     with pytest.raises(CheckpointError, match=r"master\.json cannot be read"):
         checkpoints.read_state(path)
+
+
+async def test_a_long_write_sets_the_period_of_the_schedule(tmp_path):
+    config = master_config(tmp_path, num_model_workers=2)
+    clock = ManualClock()
+    async with AsyncExitStack() as opened:
+        books = make_books(config, opened, clock=clock)
+    assert books.pace_checkpoints(40.0) == 2000.0
+    clock.sleep(1999.0)
+    assert not books.is_due("checkpoint")
+    clock.sleep(1.0)
+    assert books.is_due("checkpoint")

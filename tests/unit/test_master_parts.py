@@ -17,7 +17,7 @@ from asyncrl.master.report import (
     step_metrics,
     tail_offpolicyness,
 )
-from asyncrl.master.schedule import Schedule
+from asyncrl.master.schedule import Schedule, checkpoint_period_s
 from asyncrl.protocol.calls import Reallocate, RedistribStep
 from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
@@ -94,6 +94,16 @@ class TestSchedule:
         assert other.check(step=5, epochs=1.5, now=1006.0)
         other.restore(schedule.state(now=108.0), now=1000.0)
         assert other.check(step=6, epochs=1.5, now=1000.0)
+
+    def test_writing_checkpoints_takes_at_most_two_percent_of_the_time_within_the_bounds(self):
+        assert [checkpoint_period_s("auto", write_s) for write_s in (0.0, 12.0, 49.0, 144.0, 1000.0)] == [
+            600.0,
+            600.0,
+            pytest.approx(2450.0),  # 98 GB at 2 GB/s
+            pytest.approx(7200.0),
+            7200.0,
+        ]
+        assert [checkpoint_period_s(asked, 49.0) for asked in (0.0, 5, 60.0)] == [0.0, 5.0, 60.0]
 
     def test_a_schedule_without_intervals_is_never_due(self):
         assert not Schedule().check(step=100, epochs=9.0, now=1e9)

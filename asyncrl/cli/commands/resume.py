@@ -28,7 +28,7 @@ _EPILOG = """examples:
   asyncrl-launch resume runs/sloppy-sorter/t0 cluster=slurm                      as a job, wherever it ran before
   asyncrl-launch audit  runs/sloppy-sorter/t0                                    check that each prompt was trained once
 
-It is the same as `run` with the run's config and recover=required. checkpoint.every_s (default: 10 minutes),
+It is the same as `run` with the run's config and recover=required. checkpoint.every_s (default: 10 minutes or more, by size),
 checkpoint.every_steps and checkpoint.every_epochs set how often checkpoints are written.
 
 exit codes: those of `run`; 2 also if there is no checkpoint, if it does not fit the overrides, or if the run is complete
