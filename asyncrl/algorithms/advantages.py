@@ -98,6 +98,37 @@ def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
     return (factor_S * (rewards_S.double() - group_means(rewards_S, group_sizes))).to(rewards_S.dtype)
 
 
+def session_advantages(scores_S: Tensor, sessions_S: Tensor, group_sizes: Sequence[int], config: PPOConfig) -> Tensor:
+    """The same three advantages for groups of sessions with several sequences each: float32, S.
+
+    sessions_S: int64, the index of the sequence's session in its group, below the number of its sequences.
+    A sequence has the weight 1 / (sequences of its session), so each session counts once.
+    With n sessions of the mean rewards m_i in a group:
+
+        group          (reward_s - mean(m)) / (std + eps), with the weighted variance mean_i(mean of (reward - mean(m))^2 in i)
+        group_mean     reward_s - mean(m)
+        leave_one_out  reward_s - mean of the other sessions' m; 0 for n = 1
+
+    If the sequences of a session share their reward, they get the advantage that the session would have as one sequence.
+    """
+    sizes_G = torch.tensor(group_sizes, dtype=torch.int64, device=scores_S.device)
+    group_S = torch.arange(len(sizes_G), device=scores_S.device).repeat_interleave(sizes_G, output_size=len(scores_S))
+    most = max(group_sizes, default=0)  # the index of a session is smaller than the number of sequences of its group
+    of_S = group_S * most + sessions_S
+    count_K = torch.bincount(of_S, minlength=len(sizes_G) * most).double()
+    if config.advantage_norm == "group":
+        every_S = torch.ones_like(scores_S, dtype=torch.bool)
+        return normalise_groups(scores_S, every_S, group_sizes, weights_N=1 / count_K[of_S])
+    mean_K = torch.zeros_like(count_K).index_add_(0, of_S, scores_S.double()) / count_K.clamp(min=1)
+    sum_S = mean_K.view(len(sizes_G), most).sum(1)[group_S]
+    num_S = (count_K.view(len(sizes_G), most) > 0).sum(1)[group_S]
+    baseline_S = sum_S / num_S
+    if config.baseline == "leave_one_out":
+        others_S = (sum_S - mean_K[of_S]) / (num_S - 1).clamp(min=1)
+        baseline_S = torch.where(num_S > 1, others_S, scores_S.double())
+    return (scores_S.double() - baseline_S).to(scores_S.dtype)
+
+
 # --------------------------------------------------------------------------------------------------------- token by token
 
 
@@ -241,7 +272,7 @@ def compute_advantages(
 ) -> Advantages:
     """Compute advantages from the keys of `advantage_keys` (packed, of this rank's groups). kl_coef: of the KL controller.
 
-    Optional keys: `values` (T: a critic's values, denormalised to units of rewards) and `dense_rewards` (T).
+    Optional keys: `values` (T: a critic's values, denormalised to units of rewards), `dense_rewards` (T), `sessions` (S).
     Collective if config.advantage_norm is `batch` (every rank calls it, even without groups), else not.
 
     If config compares responses within their group (schema.judges_by_group), the sum of a sequence's dense rewards is added to its
@@ -279,7 +310,11 @@ def compute_advantages(
     base_T = zeros_T
     if judges_by_group(config):
         scores_S = rewards_S + sum_per_sequence(dense_T, cu_seqlens)
-        base_T = to_tokens(_judge(scores_S, group_sizes, config), cu_seqlens)
+        if "sessions" in data:
+            base_S = session_advantages(scores_S, data["sessions"], group_sizes, config)
+        else:
+            base_S = _judge(scores_S, group_sizes, config)
+        base_T = to_tokens(base_S, cu_seqlens)
         values_T = zeros_T
     else:
         rewards_T = rewards_T + final_rewards(rewards_S, sampled_T, cu_seqlens) + dense_T

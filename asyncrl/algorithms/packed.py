@@ -80,21 +80,26 @@ def normalise_batch(
     return _scatter((values - mean) / (std + eps), x_N, mask_N)
 
 
-def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
+def normalise_groups(
+    x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6, weights_N: Tensor | None = None
+) -> Tensor:
     """(x - mean) / (std + eps), with mean and std over the masked elements of the element's own group; 0 elsewhere.
 
     Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so this needs no communication.
+    weights_N: the weight of each element in its group's mean and std; None: 1.
     """
     group_N = torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes, dtype=torch.int64))
     group = group_N.to(x_N.device)[mask_N]
     values = x_N[mask_N].double()
+    weights = torch.ones_like(values) if weights_N is None else weights_N[mask_N].double()
 
     def sum_by_group(y: Tensor) -> Tensor:
         return torch.zeros(len(group_sizes), dtype=torch.float64, device=x_N.device).index_add_(0, group, y)
 
-    count = sum_by_group(torch.ones_like(values)).clamp(min=1)
-    centred = values - (sum_by_group(values) / count)[group]
-    std = (sum_by_group(centred.square()) / count).sqrt()
+    count = sum_by_group(weights)
+    count = count.masked_fill(count == 0, 1.0)
+    centred = values - (sum_by_group(weights * values) / count)[group]
+    std = (sum_by_group(weights * centred.square()) / count).sqrt()
     return _scatter(centred / (std[group] + eps), x_N, mask_N)
 
 

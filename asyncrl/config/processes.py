@@ -232,3 +232,4 @@ class RolloutWorkerConfig:
     num_heads: int
     heartbeat_s: float
     dense_rewards: bool = False  # train.dense_rewards
+    branches: bool = False  # train.branches

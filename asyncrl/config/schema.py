@@ -412,6 +412,9 @@ class TrainConfig:
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
     # advantages include them. false: such a reward rejects its prompt
     dense_rewards: bool = False
+    # Groups of agents with agent_args.trained=all: trajectories carry the session of each sequence (`sessions`), and each session
+    # counts once in its group's baseline. false: such a group rejects its prompt
+    branches: bool = False
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one

@@ -329,6 +329,11 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
                 "train.dense_rewards",
                 "needs an agent or an environment, and mode=sync has neither; set it to false, or use mode=async",
             ),
+            (
+                mode.workers_generate and train.branches,
+                "train.branches",
+                "needs an agent, and mode=sync has none; set it to false, or use mode=async",
+            ),
         ),
     )
     if not mode.has_detached_groups:

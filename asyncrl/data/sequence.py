@@ -77,6 +77,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "version_end": _spec("int64", "sequence"),
     # Seconds since 1970: when the rollout worker got the ticket; with mode=sync when the generation of the batch began.
     "birth_time": _spec("float64", "group"),
+    "sessions": _spec("int64", "sequence"),  # index in the group of the sequence's session (train.branches)
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),

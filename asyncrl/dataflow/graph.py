@@ -33,6 +33,7 @@ TRAJECTORY_KEYS = (
     "birth_time",
 )
 DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an MFC of train.mfcs writes it
+SESSIONS = "sessions"  # comes with the trajectories (train.branches)
 
 
 class DataflowGraph:
@@ -90,14 +91,15 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 
 def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
     """The keys that every trajectory of a run carries."""
-    return (*TRAJECTORY_KEYS, DENSE_REWARDS) if train.dense_rewards else TRAJECTORY_KEYS
+    dense = (DENSE_REWARDS,) if train.dense_rewards else ()
+    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()))
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     """The graph of these MFCs without the generate node: the MFCs that process existing trajectories."""
     kept = [mfc for mfc in mfcs if mfc.kind != "generate"]
     is_made = any(DENSE_REWARDS in mfc.output_keys for mfc in kept)
-    return DataflowGraph(kept, TRAJECTORY_KEYS if is_made else (*TRAJECTORY_KEYS, DENSE_REWARDS))
+    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, *(() if is_made else (DENSE_REWARDS,))))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
@@ -113,7 +115,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
     which it reads only for a KL penalty or a teacher. If steps may go on without actor_inf, it then reads the servers' logprobs,
     too. It also reads the keys `dense_rewards` and `values` if an MFC of train.mfcs writes them. With train.dense_rewards the
-    trajectories have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
+    trajectories have `dense_rewards`, and with train.branches `sessions`.
+    `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -140,6 +143,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
     judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]
     judged += [DENSE_REWARDS] if train.dense_rewards and DENSE_REWARDS not in judged else []
+    judged += [SESSIONS] if train.branches else []
     advantages = MFCDef(
         ADVANTAGES_MFC,
         "actor",

@@ -271,6 +271,7 @@ class _Run:
             num_heads=len(self.heads),
             heartbeat_s=config.manager.heartbeat_s,
             dense_rewards=config.train.dense_rewards,
+            branches=config.train.branches,
         )
 
     def replayer(self) -> ReplayerConfig:

@@ -46,7 +46,7 @@ from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
 from asyncrl.data.sequence import SequenceSample, spec_of
-from asyncrl.dataflow.graph import DENSE_REWARDS
+from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.model.supervised import SupervisedTexts
@@ -540,7 +540,7 @@ class AdvantagesInterface(Interface):
         self.keys += distillation_keys(train.ppo) if train.teacher is not None else []
         self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
-        self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
+        self.keys += [key for key in (DENSE_REWARDS, SESSIONS) if key in mfc.input_keys]
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(

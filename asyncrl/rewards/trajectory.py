@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
-from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, TRAJECTORY_KEYS
 from asyncrl.protocol.trajectories import GroupSummary
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -71,13 +71,14 @@ OnPiece = Callable[[Response], bool]
 class Episode:
     """One sequence of a group under construction: the prompt, then responses and the environment's observations in turn."""
 
-    __slots__ = ("input_ids", "prompt_length", "responses", "reward", "token_rewards")
+    __slots__ = ("input_ids", "prompt_length", "responses", "reward", "token_rewards", "trained_before")
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.input_ids = list(prompt_ids)  # all tokens so far; the next response continues them
         self.prompt_length = len(self.input_ids)
         self.responses: list[tuple[int, Response]] = []  # (start in input_ids, response)
         self.reward = 0.0  # of the whole episode
+        self.trained_before = 0  # number of first responses that another sequence of the session trains: context here
         self.token_rewards: list[tuple[int, float]] = []  # (position in input_ids, reward), in addition to `reward`
 
     def add_response(self, response: Response) -> None:
@@ -128,10 +129,17 @@ class Episode:
         return sum(len(response.output_ids) for _, response in self.responses)
 
 
-def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = SYSTEM_CLOCK) -> SequenceSample:
+def build_sample(
+    sample_id: str,
+    episodes: Sequence[Episode],
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    sessions: Sequence[int] | None = None,
+) -> SequenceSample:
     """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
 
-    `dense_rewards` is there only if an episode has rewards of tokens.
+    `dense_rewards` is there only if an episode has rewards of tokens. sessions: the index of each episode's session in the group,
+    which becomes the key `sessions`; None: each episode is a session, and the key is absent.
     """
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
@@ -144,7 +152,7 @@ def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = 
     for episode, length in zip(episodes, lengths, strict=True):
         input_ids[offset : offset + length] = episode.input_ids
         prompt_mask[offset : offset + episode.prompt_length] = True
-        for start, response in episode.responses:
+        for start, response in episode.responses[episode.trained_before :]:
             position = offset + start
             end = position + len(response.output_ids)
             logprobs[position:end] = response.logprobs
@@ -179,6 +187,8 @@ def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = 
         for at, reward in token_rewards:
             dense[at] += reward
         data[DENSE_REWARDS] = dense
+    if sessions is not None:
+        data[SESSIONS] = np.array(sessions, np.int64)
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
     return SequenceSample((sample_id,), seqlens, data)
@@ -186,18 +196,28 @@ def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = 
 
 def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Per episode, the oldest and the newest version of its sampled tokens."""
-    seen = [[version for _, response in episode.responses for version, _ in response.versions] for episode in episodes]
+    seen = [
+        [version for _, response in episode.responses[episode.trained_before :] for version, _ in response.versions]
+        for episode in episodes
+    ]
     oldest = np.array([min(versions, default=NOT_SAMPLED) for versions in seen], np.int64)
     newest = np.array([max(versions, default=NOT_SAMPLED) for versions in seen], np.int64)
     return oldest, newest
 
 
 def complete_sample(
-    sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float, dense_rewards: bool = False
+    sample: SequenceSample,
+    *,
+    ticket_id: str,
+    task_id: int,
+    birth_time: float,
+    dense_rewards: bool = False,
+    branches: bool = False,
 ) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
+    branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
@@ -211,6 +231,13 @@ def complete_sample(
     unread = [key for key in sample.data if spec_of(key) is not None and key not in TRAJECTORY_KEYS]
     if DENSE_REWARDS in unread and dense_rewards:
         unread.remove(DENSE_REWARDS)
+    if SESSIONS in unread and branches:
+        unread.remove(SESSIONS)
+    if unread == [SESSIONS]:
+        raise ValueError(
+            "an agent's sample has several sequences of a session (`sessions`); set train.branches=true, or agent_args.trained to "
+            "last or longest"
+        )
     if unread == [DENSE_REWARDS]:
         raise ValueError(
             "an agent's sample has rewards of tokens or turns (`dense_rewards`); set train.dense_rewards=true, or put the reward "
@@ -225,6 +252,12 @@ def complete_sample(
         raise ValueError("an agent's sample has a sequence without a sampled token")
     if dense_rewards and DENSE_REWARDS not in sample.data:
         sample = sample.update(sample.derive({DENSE_REWARDS: np.zeros(len(sample.data["loss_mask"]), np.float32)}))
+    if branches and SESSIONS not in sample.data:
+        sample = sample.update(sample.derive({SESSIONS: np.arange(sample.num_sequences())}))
+    if branches and not 0 <= sample.data[SESSIONS].min() <= sample.data[SESSIONS].max() < sample.num_sequences():
+        raise ValueError(
+            f"an agent's sample has sessions {sample.data[SESSIONS].tolist()}; number them from 0, below the number of sequences"
+        )
     if not np.isfinite(total_rewards(sample)).all():
         raise ValueError(f"an agent's sample has rewards that are not finite: {total_rewards(sample).tolist()}")
     if not np.isfinite(sample.data["packed_logprobs"]).all():
@@ -257,4 +290,23 @@ def summary_of(sample: SequenceSample) -> GroupSummary:
         rewards=total_rewards(sample).tolist(),
         version_start=sample.data["version_start"].tolist(),
         version_end=sample.data["version_end"].tolist(),
+    )
+
+
+def session_summary(sample: SequenceSample) -> GroupSummary:
+    """The summary with one entry for each session: its last sequence, with the mean reward of its sequences.
+
+    Filters of groups and evaluations read it, so that a session counts once, whatever its number of sequences.
+    """
+    summary = summary_of(sample)
+    if SESSIONS not in sample.data:
+        return summary
+    _, of_S, count_K = np.unique(sample.data[SESSIONS], return_inverse=True, return_counts=True)
+    last = [int(np.flatnonzero(of_S == session)[-1]) for session in range(len(count_K))]
+    return GroupSummary(
+        seqlens=[summary.seqlens[at] for at in last],
+        response_lengths=[summary.response_lengths[at] for at in last],
+        rewards=(np.bincount(of_S, summary.rewards) / count_K).tolist(),
+        version_start=[summary.version_start[at] for at in last],
+        version_end=[summary.version_end[at] for at in last],
     )

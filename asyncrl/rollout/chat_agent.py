@@ -6,7 +6,8 @@
             return float(reply.choices[0].message.content == prompt.answer)
 
 Each member of a group has its own session; the sessions run concurrently. Of each session one sequence is trained: the one that
-ends with the last answer, or the longest. It contains the policy's answers with exactly the sampled tokens, and the agent's
+ends with the last answer, or the longest. With trained=all every sequence is trained that is no prefix of another.
+A sequence contains the policy's answers with exactly the sampled tokens, and the agent's
 messages are masked out. Agents that use the queues instead are in agent.py.
 """
 
@@ -37,7 +38,7 @@ from asyncrl.rollout.client import gather_or_cancel
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_request import IGNORABLE
 from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained
-from asyncrl.rollout.openai_turns import Turn
+from asyncrl.rollout.openai_turns import Turn, episodes_of
 from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _MAX_THREADS = 64  # plain `chat` functions that run at the same time, per task 
 _MAX_ABANDONED = 32  # threads that outlived their rollout; beyond this no thread is started
 _LOGGER = logging.getLogger(__name__)
 
-ChatReward = float | None | Sequence[float | Sequence[float]]
+ChatReward = float | None | Sequence[float | Sequence[float]] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,15 @@ class ChatAgent(ABC):
         tokenizer: Any,
         sampling: SamplingConfig,
         group_size: int,
-        trained: Trained = "last",  # which of several sequences is trained: that of the last answer, or the longest
+        trained: Trained = "last",  # which of several sequences: that of the last answer, the longest, or all
         ignore: Sequence[str] = (),  # request fields that are ignored, e.g. [temperature, seed]
         chat_template_args: Mapping[str, Any] | None = None,  # variables of the template beside those of the prompts
         max_requests: int = 64,  # per session
         max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
         max_tokens: int = 0,  # for prompt and answer of a request together; 0: the generation server's limit
     ) -> None:
-        if trained not in ("last", "longest"):
-            raise ValueError(f"trained is {trained!r}; it must be last or longest")
+        if trained not in ("last", "longest", "all"):
+            raise ValueError(f"trained is {trained!r}; it must be last, longest or all")
         if unknown := sorted(set(ignore) - IGNORABLE):
             raise ValueError(f"ignore contains {unknown}; known are {', '.join(sorted(IGNORABLE))}")
         if max_requests < 1 or max_sequences < 1 or max_tokens < 0:
@@ -111,9 +112,12 @@ class ChatAgent(ABC):
     def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[ChatReward] | ChatReward:
         """Hold one conversation or several, as `async def` or as `def`, which runs in a thread. Returns the reward.
 
-        A number: of the whole session. None: the task's env judges the last answer of the trained sequence. With
+        A number: of the whole session, and so of each of its trained sequences. A mapping: the reward of each trained sequence, by
+        the id of its last answer (`reply.id`), for every sequence.
+        None: the task's env judges the last answer of the trained sequence. With
         train.dense_rewards also a list with one entry for each answer of the trained sequence, in order: a number, placed at the
-        answer's last token, or a list with one number for each token of the answer. An exception rejects the prompt as
+        answer's last token, or a list with one number for each token of the answer; not with trained=all.
+        An exception rejects the prompt as
         `agent_error`. Use a blocking client only in a `def`: in an `async def` it would block the event loop that must answer its
         request.
         """
@@ -127,9 +131,14 @@ class ChatAgent(ABC):
     ) -> list[SequenceSample]:
         """The trajectory of one prompt. The first member that fails cancels the others."""
         members = [self._play(prompt, env.fork(), endpoint, policy, member) for member in range(self.group_size)]
-        return [build_sample(prompt.prompt_id, await gather_or_cancel(members))]
+        played = await gather_or_cancel(members)
+        sessions = [member for member, episodes in enumerate(played) for _ in episodes]
+        episodes = [episode for of_session in played for episode in of_session]
+        return [build_sample(prompt.prompt_id, episodes, sessions=sessions if self.trained == "all" else None)]
 
-    async def _play(self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy, member: int) -> Episode:
+    async def _play(
+        self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy, member: int
+    ) -> list[Episode]:
         """Play one member, from the start of its session to the end."""
         session = Session(
             policy,
@@ -147,19 +156,19 @@ class ChatAgent(ABC):
             await env.reset()
             seen = ChatSession(endpoint.base_url(session_id), session_id, member, env, self.sampling, endpoint)
             value = await self._converse(session, seen, prompt)
-            turn = session.trained_turn(self.trained)
-            episode = turn.episode()
+            leaves = session.leaves(self.trained)
+            turn, episodes = leaves[-1], episodes_of(leaves)
             if value is None:
                 assert turn.response is not None
                 tokens = tuple(turn.response.output_ids)
                 _, value, *_ = await env.step(Completion(turn.text, turn.response.finished, tokens))
-                value = value if np.ndim(value) == 0 else [0.0] * (len(episode.responses) - 1) + [value]
+                value = value if np.ndim(value) == 0 else [0.0] * (len(episodes[-1].responses) - 1) + [value]
         finally:
             await endpoint.end(session_id)
             await env.close()
-        self._count(session, turn)
-        _add_rewards(episode, value)
-        return episode
+        self._count(session, leaves)
+        _add_rewards({leaf.completion_id: episode for leaf, episode in zip(leaves, episodes, strict=True)}, value)
+        return episodes
 
     async def _converse(self, session: Session, seen: ChatSession, prompt: Prompt) -> Any:
         """Run `chat`. An error that ends the rollout inside a request is raised here, even if `chat` swallows it."""
@@ -193,8 +202,8 @@ class ChatAgent(ABC):
 
         return asyncio.ensure_future(guarded())
 
-    def _count(self, session: Session, turn: Turn) -> None:
-        left_out = session.count_trained(turn)
+    def _count(self, session: Session, leaves: Sequence[Turn]) -> None:
+        left_out = session.count_trained(leaves)
         if left_out and not self._told_left_out:
             self._told_left_out = True
             _LOGGER.warning(
@@ -225,11 +234,27 @@ class _Threads:
         return asyncio.wrap_future(thread)
 
 
-def _add_rewards(episode: Episode, value: Any) -> None:
-    """Add the reward of `chat`: of the whole session, or a list with an entry for each answer."""
-    if not isinstance(value, (list, tuple)):
-        episode.reward = _finite(value)
+def _add_rewards(episodes: Mapping[str, Episode], value: Any) -> None:
+    """Add the reward of `chat`: of the whole session, of each sequence, or a list with an entry for each answer of the only one.
+
+    episodes: the trained sequences by the id of their last answer.
+    """
+    if isinstance(value, Mapping):
+        if set(value) != set(episodes):
+            raise ValueError(
+                f"chat returned rewards for {sorted(value)}; the last answers of the trained sequences are {sorted(episodes)}; "
+                "return one reward for each, or a number for all"
+            )
+        for answer, episode in episodes.items():
+            episode.reward = _finite(value[answer])
         return
+    if not isinstance(value, (list, tuple)):
+        for episode in episodes.values():
+            episode.reward = _finite(value)
+        return
+    if len(episodes) > 1:
+        raise ValueError("chat returned a list of rewards for several trained sequences; return a number, or a mapping")
+    (episode,) = episodes.values()
     if len(value) != len(episode.responses):
         raise ValueError(
             f"chat returned {len(value)} rewards for a trained sequence of {len(episode.responses)} answers; return one for each"

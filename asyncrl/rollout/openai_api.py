@@ -117,8 +117,9 @@ class ChatEndpoint:
             request = await self._parsed(http, session)
             if request.stream:
                 return await _Stream(http, session, request, self._refusal_of, self._clock).serve()
-            answer = await session.answer(request)
-            return _json(_completion(request, session, answer, self._clock))
+            head = _head(request, "chat.completion", self._clock)
+            answer = await session.answer(request, completion_id=head["id"])
+            return _json(_completion(head, request, session, answer))
         except (RequestError, ConnectionError):
             raise
         except Exception as error:
@@ -204,7 +205,9 @@ class _Stream:
 
     async def serve(self) -> web.StreamResponse:
         """Waits for pieces and for the client to read. Pieces that arrive while the client reads are sent together."""
-        answering = asyncio.ensure_future(self._session.answer(self._request, self._on_piece))
+        answering = asyncio.ensure_future(
+            self._session.answer(self._request, self._on_piece, completion_id=self._head["id"])
+        )
         answering.add_done_callback(lambda _: self._news.set())
         try:
             while not answering.done():
@@ -291,10 +294,10 @@ def _shared_client(base_url: str) -> AsyncOpenAI:
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
 
-def _completion(request: ChatRequest, session: Session, answer: Answer, clock: Clock) -> dict[str, Any]:
+def _completion(head: dict[str, Any], request: ChatRequest, session: Session, answer: Answer) -> dict[str, Any]:
     response = answer.response
     return {
-        **_head(request, "chat.completion", clock),
+        **head,
         "choices": [
             {
                 "index": 0,

@@ -2,8 +2,8 @@
 
 A turn is a request and its answer, in tokens and in messages. If the messages of a request start with all messages of a turn,
 answer included, the request continues that turn, with exactly the turn's tokens. A request that continues no turn starts a new
-tree. A turn that two requests continue has two branches. Each leaf is therefore the end of a sequence. One sequence of a session
-is trained, selected by `trained_turn`; the sampled tokens of the others are counted.
+tree. A turn that two requests continue has two branches. Each leaf is therefore the end of a sequence. All of them are trained
+(`leaves`), or one, selected by `trained_turn`; the sampled tokens of the others are then counted.
 
 This module does not depend on HTTP (openai_api.py) or on servers (the policy: client.py). Requests of a session may run
 concurrently.
@@ -12,7 +12,7 @@ concurrently.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
 from asyncrl.rollout.tool_calls import Said
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-Trained = Literal["last", "longest"]  # selects the sequence of a session that is trained
+Trained = Literal["last", "longest", "all"]  # selects the sequences of a session that are trained
 Policy = Callable[[list[int], SamplingConfig, OnPiece], Coroutine[Any, Any, Response]]  # bound to a ticket's route
 
 
@@ -88,13 +88,18 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------- requests
 
     async def answer(
-        self, request: ChatRequest, on_piece: Callable[[Response], None] = lambda response: None
+        self,
+        request: ChatRequest,
+        on_piece: Callable[[Response], None] = lambda response: None,
+        *,
+        completion_id: str = "",
     ) -> Answer:
         """Answer a request. Waits for the policy; unblocked by the end of the answer, `close`, or cancellation (the client left).
 
         Raises RequestError. An error that ends the rollout (RolloutEnded) is also stored in `failed`: the agent may swallow it.
         """
         turn = self._begin(request)
+        turn.completion_id = completion_id
         try:
             await self._respond(turn, request, on_piece)
         finally:
@@ -261,13 +266,24 @@ class Session:
         if not answered:
             why = f"; its last request was refused: {self.last_refusal}" if self.last_refusal else ""
             raise RolloutRejected("no_response", f"the agent ended without an answer from the policy{why}")
-        if which == "last":
+        if which != "longest":
             return max(answered, key=lambda turn: turn.number)
         return max(answered, key=lambda turn: (num_sampled(turn.path()), turn.number))
 
-    def count_trained(self, trained: Turn) -> int:
-        """Count the sampled tokens in the trained sequence and those outside it; returns the latter."""
-        kept = num_sampled(trained.path())
+    def leaves(self, which: Trained) -> list[Turn]:
+        """The turns that end the trained sequences, in the order of their answers: one, or with `all` every turn that no answered
+        request continues. A sequence that is a prefix of another has no leaf of its own. Raises as `trained_turn`.
+        """
+        last = self.trained_turn(which)
+        if which != "all":
+            return [last]
+        answered = [turn for turn in all_turns(self._roots) if turn.response is not None]
+        continued = {turn.parent for turn in answered}
+        return sorted((turn for turn in answered if turn not in continued), key=lambda turn: turn.number)
+
+    def count_trained(self, trained: Sequence[Turn]) -> int:
+        """Count the sampled tokens in the trained sequences, each once, and those outside them; returns the latter."""
+        kept = num_sampled({turn for leaf in trained for turn in leaf.path()})
         left_out = num_sampled(list(all_turns(self._roots))) - kept
         self._counts.trained_tokens += kept
         self._counts.left_out_tokens += left_out

@@ -18,6 +18,7 @@ class Turn:
     setting: tuple[Any, Any]  # tools and template arguments; a request continues only turns with the same setting
     messages: Sequence[Message]  # the request's messages that come after those of the parent turn
     added_ids: list[int]  # tokens between the parent's tokens and the response's
+    completion_id: str = ""  # the id of the answer in the reply
     number: int = -1  # position in the order in which the turns were answered; -1: no answer yet
     response: Response | None = None
     answer: Message | None = None
@@ -44,6 +45,19 @@ class Turn:
             if turn.response is not None:
                 episode.add_response(turn.response)
         return episode
+
+
+def episodes_of(leaves: Sequence[Turn]) -> list[Episode]:
+    """The episodes that end at these turns. A response that several contain is trained in the first of them, and is context in
+    the others (`trained_before`), so each sampled token is trained once."""
+    seen: set[Turn] = set()
+    episodes = []
+    for leaf in leaves:
+        episode, path = leaf.episode(), leaf.path()
+        episode.trained_before = sum(turn in seen for turn in path)  # paths share only their first turns
+        seen.update(path)
+        episodes.append(episode)
+    return episodes
 
 
 def find_turn(roots: Sequence[Turn], messages: Sequence[Message], setting: tuple[Any, Any]) -> tuple[Turn | None, int]:

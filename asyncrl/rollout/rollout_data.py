@@ -10,7 +10,7 @@ from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
-from asyncrl.rewards.trajectory import complete_sample, summary_of
+from asyncrl.rewards.trajectory import complete_sample, session_summary, summary_of
 from asyncrl.runtime.journal import BackgroundJournal
 
 
@@ -19,12 +19,13 @@ class RolloutData:
 
     sample_type: type[Any] = SequenceSample
     summary = staticmethod(summary_of)
+    session_summary = staticmethod(session_summary)
     encode = staticmethod(encode_sample)
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         """Raises ConfigError if the tokenizer has no EOS token."""
         seed = config.worker.seed
-        self.complete = partial(complete_sample, dense_rewards=config.dense_rewards)
+        self.complete = partial(complete_sample, dense_rewards=config.dense_rewards, branches=config.branches)
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(

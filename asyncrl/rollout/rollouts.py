@@ -222,12 +222,12 @@ class Rollouts:
             sample = self._data.complete(
                 sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
             )
-            summary = self._data.summary(sample)
+            summary, judged = self._data.summary(sample), self._data.session_summary(sample)
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":
-            return RolloutResult(ticket_id=ticket.ticket_id, outcome="evaluated", group=summary)
-        if objection := objection_to(summary.rewards, self._rollout):
+            return RolloutResult(ticket_id=ticket.ticket_id, outcome="evaluated", group=judged)
+        if objection := objection_to(judged.rewards, self._rollout):
             return RolloutResult(ticket_id=ticket.ticket_id, outcome="rejected", reason=objection, group=summary)
         return await self._push(ticket, task, sample, summary, birth_time)
 

@@ -22,7 +22,7 @@ from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, summary_of
+from asyncrl.rewards.trajectory import OnPiece, Response, complete_sample, session_summary, summary_of
 from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.openai_api import ChatEndpoint
@@ -440,3 +440,52 @@ async def test_a_rollout_worker_serves_its_agents(tmp_path: Path, monkeypatch: p
     for ids, mask in zip(pulled.sample.slices()[0], pulled.sample.slices("loss_mask")[0], strict=True):
         assert TOKENIZER.decode(ids[~mask]) == "<|im_start|>user\n012<|im_end|>\n<|im_start|>assistant\n"
         assert ids[mask].tolist() == [0]  # the server's policy samples only EOS, the end of the turn
+
+
+class Branches(ChatAgent):
+    """Member m has m + 1 conversations. Returns a reward for each, or their number."""
+
+    each = False
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> Any:
+        replies = [
+            await session.client().chat.completions.create(
+                model="m", messages=[{"role": "user", "content": f"{session.member} {index}"}]
+            )
+            for index in range(session.member + 1)
+        ]
+        return {reply.id: index for index, reply in enumerate(replies)} if self.each else len(replies)
+
+
+class BranchesWithRewards(Branches):
+    each = True
+
+
+class OneRewardMissing(Branches):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> Any:
+        await super().chat(session, prompt)
+        return {"chatcmpl-other": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("agent", "rewards", "of_sessions"),
+    [(Branches, [1, 2, 2, 3, 3, 3], [1, 2, 3]), (BranchesWithRewards, [0, 0, 1, 0, 1, 2], [0, 0.5, 1])],
+)
+async def test_all_sequences_of_the_sessions_are_trained(
+    endpoint: ChatEndpoint, agent: type[ChatAgent], rewards: list[float], of_sessions: list[float]
+) -> None:
+    """Filters and evaluations read one reward for each session. Without train.branches the sample is refused."""
+    sample = await collect(agent, endpoint, trained="all")
+    made = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, branches=True)
+    assert made.data["sessions"].tolist() == [0, 1, 1, 2, 2, 2]
+    assert made.data["rewards"].tolist() == rewards
+    assert session_summary(made).rewards == of_sessions
+    masked = zip(*map(lambda key: made.slices(key)[0], KEYS), strict=True)
+    assert [TOKENIZER.decode(ids[mask])[:3] for ids, mask in masked] == ["0 0", "1 0", "1 1", "2 0", "2 1", "2 2"]
+    with pytest.raises(ValueError, match=r"set train\.branches=true"):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+async def test_rewards_must_name_the_last_answer_of_each_sequence(endpoint: ChatEndpoint) -> None:
+    with pytest.raises(ValueError, match="return one reward for each"):
+        await collect(OneRewardMissing, endpoint, trained="all")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from asyncrl.algorithms.advantages import (
     mean_baseline_advantages,
     overlong_penalties,
     returns_of,
+    session_advantages,
     shape_rewards,
     trained_mask,
 )
@@ -333,3 +336,44 @@ def test_a_non_finite_reward_affects_only_its_own_sequence(value: float) -> None
     bad_T = gae(rewards_T, *arguments, discount=1.0, gae_lambda=1.0)
     assert not bad_T[1:3].isfinite().any()
     assert bad_T[3:].tolist() == sound_T[3:].tolist()
+
+
+SESSION_REWARDS = torch.tensor([1.0, 1.0, 1.0, 0.0, 2.0, 2.0])  # sessions of 3, 1 and 2 sequences
+SESSIONS = torch.tensor([0, 0, 0, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # The sessions' mean is (1 + 0 + 2) / 3 = 1; that of the sequences would be 7 / 6
+        ({"advantage_norm": "none", "baseline": "group_mean"}, [0, 0, 0, -1, 1, 1]),
+        ({"advantage_norm": "none", "baseline": "leave_one_out"}, [0, 0, 0, -1.5, 1.5, 1.5]),
+        ({}, [0, 0, 0, -(1.5**0.5), 1.5**0.5, 1.5**0.5]),  # the variance of 1, 0, 2 is 2 / 3
+    ],
+)
+def test_each_session_counts_once_in_its_group(fields: dict[str, Any], expected: list[float]) -> None:
+    """The second group has one session, whose sequences have rewards of their own."""
+    config = PPOConfig(**fields)
+    rewards_S, sessions_S = torch.cat([SESSION_REWARDS, torch.ones(2)]), torch.cat([SESSIONS, torch.zeros(2).long()])
+    found = session_advantages(rewards_S, sessions_S, [6, 2], config)
+    assert found.tolist() == pytest.approx([*expected, 0, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Session means 2, 0: mean 1. Rewards 1, 3 of the first session
+        ({"advantage_norm": "none", "baseline": "group_mean"}, [0, 2, -1]),
+        ({"advantage_norm": "none", "baseline": "leave_one_out"}, [1, 3, -2]),
+        ({}, [0, 2 / 1.5**0.5, -1 / 1.5**0.5]),  # variance ((0 + 4) / 2 + 1) / 2
+    ],
+)
+def test_rewards_of_single_sequences_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
+    data = {
+        "rewards": torch.tensor([1.0, 3.0, 0.0]),
+        "sessions": torch.tensor([0, 0, 1]),
+        "loss_mask": bools("010101"),
+        "seq_no_eos_mask": bools("000"),
+    }
+    made = compute_advantages(data, packed(2, 2, 2), [3], PPOConfig(kl_coef=0.0, **fields), kl_coef=0.0)
+    assert made.advantages_T[1::2].tolist() == pytest.approx(expected, abs=1e-5)

@@ -15,6 +15,7 @@ from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of
+from asyncrl.rollout.openai_turns import episodes_of
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
 from asyncrl.testing.tiny import make_chat_tokenizer
 
@@ -196,8 +197,41 @@ async def test_branches_share_their_prefix_and_one_is_trained() -> None:
     assert "assistant\na<|im_end|>" in player.asked[3]
     assert trained(session, "last")[1] == ["a<|im_end|>", "d<|im_end|>"]
     assert trained(session, "longest")[1] == ["b<|im_end|>", "c is long<|im_end|>"]
-    assert session.count_trained(session.trained_turn("last")) == 2 + 10
+    assert session.count_trained(session.leaves("last")) == 2 + 10
     assert (counts.trained_tokens, counts.left_out_tokens) == (4, 12)
+
+
+def trained_parts(session: Session) -> list[tuple[str, str]]:
+    """Each trained sequence with trained=all: its text, and the tokens inside its loss mask as text."""
+    leaves = session.leaves("all")
+    sample = build_sample("s", episodes_of(leaves), sessions=[0] * len(leaves))
+    assert sample.data["versions"][sample.data["loss_mask"]].min() == V0
+    assert sample.data["versions"][~sample.data["loss_mask"]].max() == -1
+    rows = zip(sample.slices("packed_input_ids")[0], sample.slices("loss_mask")[0], strict=True)
+    return [(TOKENIZER.decode(ids.tolist()), TOKENIZER.decode(ids[mask].tolist())) for ids, mask in rows]
+
+
+async def test_all_leaves_are_trained_and_each_answer_once() -> None:
+    """A prefix is merged, both branches of an answer and a conversation that begins anew are trained."""
+    counts = SessionCounts()
+    session = make(Player("a$", "b$", "c$", "d$"), counts=counts)
+    first = await session.answer(request([USER]))
+    assert [mask for _, mask in trained_parts(session)] == ["a<|im_end|>"]
+    await session.answer(request([USER, said(first), user("x")]))
+    assert [mask for _, mask in trained_parts(session)] == ["a<|im_end|>b<|im_end|>"]  # the first answer is a prefix
+    await session.answer(request([USER, said(first), user("y")]))
+    await session.answer(request([user("new")]))
+    parts = trained_parts(session)
+    assert [mask for _, mask in parts] == ["a<|im_end|>b<|im_end|>", "c<|im_end|>", "d<|im_end|>"]
+    assert ["assistant\na<|im_end|>" in text for text, _ in parts] == [True, True, False]
+    assert session.count_trained(session.leaves("all")) == 0
+    assert (counts.trained_tokens, counts.left_out_tokens) == (8, 0)
+
+
+async def test_sub_agents_in_parallel_are_trained() -> None:
+    session = make(Player("a$", "b$", "c$"))
+    await asyncio.gather(*(session.answer(request([user(text)])) for text in "xyz"))
+    assert sorted(mask for _, mask in trained_parts(session)) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
 
 
 async def test_concurrent_requests_branch() -> None:
