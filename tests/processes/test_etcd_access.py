@@ -283,7 +283,7 @@ def test_tls_with_client_certificates(certificates: Certificates, tmp_path: Path
 
 
 def test_nothing_of_the_secrets_shows(guarded: tuple[EtcdServer, NameResolveConfig]) -> None:
-    assert "pass:w@rd" not in repr(EtcdAccess.of(guarded[1]))
+    assert "pass:w@rd" not in repr(EtcdAccess(guarded[1]))
     with open_name_resolver(guarded[1]) as names:
         assert "pass:w@rd" not in repr(vars(names))
 

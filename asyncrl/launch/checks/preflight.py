@@ -336,7 +336,7 @@ def _check_attention(case: Case) -> Iterator[ConfigError]:
 def _check_name_resolve(case: Case) -> None:
     name_resolve = case.config.name_resolve
     try:
-        EtcdAccess.of(name_resolve)
+        EtcdAccess(name_resolve)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not name_resolve.endpoints:

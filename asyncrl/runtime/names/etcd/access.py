@@ -26,55 +26,47 @@ _NO_AUTHENTICATION = "authentication is not enabled"
 
 @dataclass(frozen=True)
 class EtcdAccess:
-    """The fields of name_resolve that define our identity and our keys."""
+    """Our identity and our keys: what `config` says of them. Its endpoints and limits are not used."""
 
-    prefix: str = ""
-    user: str = ""
-    password_file: str = ""
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
+    config: NameResolveConfig
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields that cannot be combined."""
-        if self.prefix:
-            normalize_name(self.prefix)
-        if bool(self.user) != bool(self.password_file):
+        config = self.config
+        if config.prefix:
+            normalize_name(config.prefix)
+        if bool(config.user) != bool(config.password_file):
             raise ValueError(
-                f"name_resolve.user={self.user!r} and name_resolve.password_file={self.password_file!r}: set both or neither"
+                f"name_resolve.user={config.user!r} and name_resolve.password_file={config.password_file!r}: set both or neither"
             )
-        if bool(self.cert_file) != bool(self.key_file):
+        if bool(config.cert_file) != bool(config.key_file):
             raise ValueError(
-                f"name_resolve.cert_file={self.cert_file!r} and name_resolve.key_file={self.key_file!r}: a client certificate "
+                f"name_resolve.cert_file={config.cert_file!r} and name_resolve.key_file={config.key_file!r}: a client certificate "
                 "needs both"
             )
-        if self.cert_file and not self.ca_file:
+        if config.cert_file and not config.ca_file:
             raise ValueError(
                 "name_resolve.cert_file is set without name_resolve.ca_file: set the latter to the certificate of the authority "
                 "that signed the server's"
             )
 
-    @classmethod
-    def of(cls, config: NameResolveConfig) -> EtcdAccess:
-        return cls(config.prefix, config.user, config.password_file, config.ca_file, config.cert_file, config.key_file)
-
     @property
     def key_prefix(self) -> bytes:
-        return normalize_name(self.prefix).encode() + b"/" if self.prefix else b""
+        return normalize_name(self.config.prefix).encode() + b"/" if self.config.prefix else b""
 
     def open_channel(self, api: Api, endpoint: str, options: Sequence[tuple[str, Any]]) -> Any:
         """Open a gRPC channel. Raises ValueError if a file cannot be used."""
-        if not self.ca_file:
+        if not self.config.ca_file:
             return api.grpc.insecure_channel(endpoint, options=options)
         credentials = api.grpc.ssl_channel_credentials(
-            read_file(self.ca_file, "ca_file"),
-            read_secret(self.key_file, "key_file") if self.key_file else None,
-            read_file(self.cert_file, "cert_file") if self.cert_file else None,
+            read_file(self.config.ca_file, "ca_file"),
+            read_secret(self.config.key_file, "key_file") if self.config.key_file else None,
+            read_file(self.config.cert_file, "cert_file") if self.config.cert_file else None,
         )
         return api.grpc.secure_channel(endpoint, credentials, options=options)
 
 
-UNRESTRICTED = EtcdAccess()  # an etcd without access control
+UNRESTRICTED = EtcdAccess(NameResolveConfig())  # an etcd without access control
 
 
 @dataclass
@@ -94,20 +86,22 @@ class Login:
         refuses the user.
         """
         with self._lock:
-            if self.token or not self.access.user:
+            if self.token or not self.access.config.user:
                 return
-            password = read_secret(self.access.password_file, "password_file").decode(errors="replace").rstrip("\r\n")
-            request = self.api.rpc.AuthenticateRequest(name=self.access.user, password=password)
+            password = (
+                read_secret(self.access.config.password_file, "password_file").decode(errors="replace").rstrip("\r\n")
+            )
+            request = self.api.rpc.AuthenticateRequest(name=self.access.config.user, password=password)
             try:
                 self.token = self.api.rpc.AuthStub(channel).Authenticate(request, timeout=limit_s).token
             except self.api.grpc.RpcError as error:
                 if remedy := self.remedy(error):
-                    raise NameResolveError(f"etcd refuses the user {self.access.user!r}: {remedy}") from error
+                    raise NameResolveError(f"etcd refuses the user {self.access.config.user!r}: {remedy}") from error
                 raise
 
     def is_stale(self, error: Any, used: str) -> bool:
         """Return whether the call failed because its token was outdated, and discard that token."""
-        if not (self.access.user and any(text in (error.details() or "") for text in _STALE_TOKEN)):
+        if not (self.access.config.user and any(text in (error.details() or "") for text in _STALE_TOKEN)):
             return False
         with self._lock:
             if self.token == used:
@@ -135,7 +129,7 @@ class Login:
         return ""
 
     def wrap(self, channel: Any) -> Any:
-        return _TokenChannel(channel, self) if self.access.user else channel
+        return _TokenChannel(channel, self) if self.access.config.user else channel
 
 
 class _TokenChannel:

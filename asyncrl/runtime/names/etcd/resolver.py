@@ -130,4 +130,4 @@ def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) 
     """Open the resolver for a config. It uses the first endpoint that answers, and another one if that endpoint fails.
     limit_s: limit for reaching an endpoint (default: config.timeout_s).
     """
-    return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))
+    return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess(config))
