@@ -394,7 +394,7 @@ class TrainConfig:
     # always add up
     accumulate_unsharded: bool = False
     # Train on groups of a step's batch before the batch is complete: gradients add up over its parts, and the update is that of the
-    # whole batch. It needs ppo.minibatches=1, and no normalisation over the batch
+    # whole batch. Minibatches take the groups in order of arrival. It needs no normalisation over the batch
     streaming: bool = False
     # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens
     streaming_order: str = choice("groups", "groups", "balanced", "tokens")

@@ -219,7 +219,6 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     if not train.streaming:
         return
     needs = "with train.streaming"
-    whole = f"must be 1 {needs}: minibatches are drawn from the whole batch"
     offloaded = [role for role in train.offload if role in ("actor", "critic")]
     yield from problems_among(
         config,
@@ -234,8 +233,6 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
                 "train.streaming",
                 f"mode={config.mode} has no groups that arrive one after another; set it to false",
             ),
-            (train.ppo.minibatches != 1, "train.ppo.minibatches", whole),
-            (train.ppo.epochs != 1, "train.ppo.epochs", f"must be 1 {needs}: the first pass ends with the step"),
             (
                 train.ppo.advantage_norm == "batch",
                 "train.ppo.advantage_norm",
@@ -246,7 +243,6 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
                 "train.critic.value_norm",
                 f"must be false {needs}: the critic's units change with the returns of the whole batch",
             ),
-            (train.critic is not None and train.critic.minibatches != 1, "train.critic.minibatches", whole),
             (
                 bool(offloaded),
                 "train.offload",

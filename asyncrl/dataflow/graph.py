@@ -6,11 +6,11 @@ an MFC takes a function and its declaration (here, or with @mfc in a file of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
+from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
@@ -188,3 +188,12 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
 def build_recording_dataflow() -> DataflowGraph:
     """The graph of mode=rollout_only. Its only node writes each batch to disk."""
     return DataflowGraph([MFCDef("record", "actor", "inference", "", TRAJECTORY_KEYS)])
+
+
+def steps_early(mfc: MFCDef, mfcs: Iterable[MFCDef], train: TrainConfig) -> bool:
+    """Whether an MFC takes optimizer steps before the last part of a batch has arrived (train.streaming): it has several
+    minibatches, and no MFC of the step computes with the weights of its model. mfcs: placed."""
+    num = train.critic.minibatches if mfc.role == CRITIC and train.critic is not None else train.ppo.minibatches
+    uses = [other for other in mfcs if other.model == mfc.model and other.kind != "train_step"]
+    waits = any(other.interface != ADVANTAGES for other in uses)
+    return train.streaming and mfc.kind == "train_step" and num > 1 and not waits

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.dataflow.graph import TRAIN_MFC
+from asyncrl.dataflow.graph import TRAIN_MFC, steps_early
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
@@ -150,6 +150,9 @@ class FunctionExecutor:
         self._on_policy = OnPolicy()
         self._result = StepResult()  # of the step that runs, or comes next
         self._homes = homes
+        mfcs = [home.mfc for home in homes]
+        self._steps_early = any(steps_early(mfc, mfcs, hooks.train) for mfc in mfcs)
+        self.is_within_step = False  # the workers may hold weights of a step that has not ended
         self._calls = [ModelFunctionCall(home, caller, hooks) for home in homes]
 
     @property
@@ -174,6 +177,7 @@ class FunctionExecutor:
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
         """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
         rest of the batch."""
+        self.is_within_step = self._steps_early
         await self._run(tickets, version, ends_step=False)
         self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_part()
@@ -186,6 +190,7 @@ class FunctionExecutor:
         if earlier:
             self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_batch()
+        self.is_within_step = False
         result, self._result = self._result, StepResult()
         return result
 

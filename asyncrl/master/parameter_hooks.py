@@ -36,11 +36,13 @@ class ParameterHooks:
         return frozenset([TRAIN_MFC]) if version < self.train.num_critic_only_steps else frozenset()
 
     def before(self, mfc: MFCDef) -> list[Reallocate]:
-        """Return the copies that must precede an MFC. The caller must send them at once, because they count as done."""
-        if mfc.model not in self._stale:
-            return []
-        self._stale.remove(mfc.model)
-        return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
+        """Return the copies that must precede an MFC. The caller must send them at once, because they count as done. With
+        train.streaming an MFC that trains may change the weights before the last part of a batch: the other models of its role then
+        get those with which the step began."""
+        streams = mfc.kind == "train_step" and self.train.streaming
+        stale = sorted(self._stale & (self._others([mfc.role]) if streams else {mfc.model}))
+        self._stale -= set(stale)
+        return [Reallocate(source=self._trained_model[mfc.role], target=model) for model in stale]
 
     def trained(self, mfc: MFCDef) -> None:
         """Call after an MFC has taken optimizer steps. A later call of the step on another model of its role has the new weights,

@@ -137,7 +137,8 @@ class WeightPublisher(Publisher):
 
     async def replace_damaged(self, damaged: str) -> None:
         """Rewrite the newest version if the gserver manager reports it as damaged on disk, unless it was rewritten less than
-        REWRITE_PAUSE_S ago. Must be called between two steps, while the model workers still hold it.
+        REWRITE_PAUSE_S ago. Must be called between two steps. No effect once the model workers no longer hold it, because they have
+        taken optimizer steps on the first parts of the next batch (train.streaming): the next version replaces it.
 
         A damaged older version needs no rewrite, because the newest one replaces it. Raises RunEndedError if the version cannot be
         rewritten, or is damaged again after _MAX_REWRITES rewrites.
@@ -155,6 +156,8 @@ class WeightPublisher(Publisher):
             raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; check the disk")
         await self.finished()
         await self._turns.training()
+        if self._workers.executor.is_within_step:
+            return
         write = self._write(version, rewrite=True)
         with self._services.trace.overlapping(f"rewrite {version}", kind="weights"):
             written = await self._workers.start(ACTOR, f"weights {version} to be written again", write)

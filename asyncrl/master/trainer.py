@@ -212,7 +212,14 @@ class Trainer:
 
     async def _write_last_checkpoint(self) -> None:
         """Write a checkpoint of the last step, for a later attempt to continue from. An attempt that itself continues from a
-        checkpoint and has trained no step since writes none."""
+        checkpoint and has trained no step since writes none, and none is written within a step: a later attempt continues from the
+        previous one."""
+        if self._workers.executor.is_within_step:
+            self._services.logger.warning(
+                "no checkpoint of step %d is written: the next step has taken optimizer steps on the first parts of its batch",
+                self._books.step,
+            )
+            return
         parent = self._books.parent
         if parent is None or self._books.step > parent[1]:
             await self._checkpointer.last(step=self._books.step, take=self._state)

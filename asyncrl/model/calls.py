@@ -16,7 +16,7 @@ from asyncrl.config.schema import EMA, REF
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
 from asyncrl.dataflow.axes import SAMPLES
-from asyncrl.dataflow.graph import TRAIN_MFC
+from asyncrl.dataflow.graph import TRAIN_MFC, steps_early
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import checkpoint
@@ -248,20 +248,24 @@ class Calls:
         interface.restore(self._first_states[body.mfc] if body.state is None else body.state)
         if body.missing:
             interface = interface.without(body.missing)
-        first = self._check_first_step(engine, sample, body) if body.on_policy else {}
         if body.mfc not in self._totals or self._totals[body.mfc].version != body.version:
             self._totals[body.mfc] = interface.begin(body.version)
         step = self._totals[body.mfc]
-        step.ends = body.ends_step
+        step.ends, step.batch = body.ends_step, body.batch or body.ids
+        step.steps_early = steps_early(self._mfcs[body.mfc], self._mfcs.values(), self._config.train)
+        first = self._check_first_step(engine, sample, body, step) if body.on_policy else {}
         made, stats = interface.run(engine, sample, batch_ids=body.ids, step=step)
         return made, interface.stats_of_step(stats, batch_ids=body.ids, step=step) | first
 
-    def _check_first_step(self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC) -> Stats:
+    def _check_first_step(
+        self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC, step: StepTotals
+    ) -> Stats:
         if self._first_step is None:
             return {}
         has_proximal = {"proximal_logprobs"} <= set(self._mfcs[body.mfc].input_keys) - set(body.missing)
         proximal_at = self._config.train.ppo.temperature if has_proximal else None
-        return self._first_step.check(engine, sample, proximal_at=proximal_at, last=body.ends_step)
+        last = body.ends_step or step.steps_early  # the verdict comes before the first optimizer step
+        return self._first_step.check(engine, sample, proximal_at=proximal_at, last=last)
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Make the groups of this worker's replica. All are stored, except those of an evaluation."""

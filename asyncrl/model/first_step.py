@@ -144,6 +144,7 @@ class FirstStep:
     config: MismatchConfig
     logger: logging.Logger
     _found: Compared = field(default_factory=Compared)
+    _is_over: bool = False  # the verdict has been given, and the weights may have been trained
 
     def check(
         self, engine: TrainEngine, sample: SequenceSample | None, *, proximal_at: float | None, last: bool
@@ -151,6 +152,9 @@ class FirstStep:
         """Add a part of the batch; after the last one return the statistics, or raise MismatchError. sample: the groups of this
         rank's replica with the input keys of actor_train; None: it has none. proximal_at: the temperature at which the trainer has
         computed their proximal_logprobs; None: they have none."""
+        if self._is_over:
+            return {}
+        self._is_over = last
         trainer_T = self._logprobs(engine, sample, proximal_at)
         if sample is not None and trainer_T is not None and engine.is_head:
             self._found += compare(sample, trainer_T, self.config.bound)

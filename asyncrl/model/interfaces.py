@@ -645,36 +645,44 @@ def split_minibatches(
     return [[batch_ids[i] for i in sorted(part.tolist())] for part in parts if len(part)]
 
 
-def split_passes(batch_ids: Sequence[str], num: int, *, epochs: int, seed: int, version: int) -> list[list[str]]:
-    """Return the minibatches of all passes over the batch, in order (split_minibatches)."""
-    return [
-        ids
-        for epoch in range(epochs)
-        for ids in split_minibatches(batch_ids, num, seed=seed, version=version, epoch=epoch)
-    ]
+@dataclass(frozen=True)
+class Minibatches:
+    """How the groups of a step are drawn into minibatches. All ranks draw the same ones.
 
+    A whole batch is shuffled in each pass (split_minibatches). If it comes in parts, the minibatches of the first pass have the
+    same sizes, and take the groups in order of arrival: part by part, in canonical order within a part. Later passes follow the
+    last part, and are drawn like those of a whole batch.
+    """
 
-def _count(
-    engine: Ranks, sample: SequenceSample | None, minibatches: Sequence[Sequence[str]]
-) -> list[tuple[float, float]]:
-    """For each minibatch, over all ranks: number of tokens in `loss_mask`, and of sequences that have any."""
-    counts: dict[str, npt.NDArray[np.float64]] = {}
-    if sample is not None:
-        for group_id, masks in zip(sample.ids, sample.slices("loss_mask"), strict=True):
-            tokens = [int(mask.sum()) for mask in masks]
-            counts[group_id] = np.array([sum(tokens), sum(n > 0 for n in tokens)], np.float64)
-    nothing = np.zeros(2)
-    local = np.array([sum((counts.get(group_id, nothing) for group_id in ids), nothing) for ids in minibatches])
-    total = engine.all_reduce_sum(local.ravel().tolist()).reshape(-1, 2)
-    return [(float(tokens), float(sequences)) for tokens, sequences in total]
+    num: int  # of a pass
+    epochs: int
+    seed: int
+    batch_size: int  # groups of a whole batch
+
+    def passes(self, batch_ids: Sequence[str], version: int) -> list[list[str]]:
+        """The minibatches of all passes over a whole batch, in order."""
+        return [ids for epoch in range(self.epochs) for ids in self._drawn(batch_ids, version, epoch)]
+
+    def later_passes(self, batch_ids: Sequence[str], version: int) -> list[list[str]]:
+        """Those after the first pass. batch_ids: of all parts, in canonical order."""
+        return [ids for epoch in range(1, self.epochs) for ids in self._drawn(batch_ids, version, epoch)]
+
+    def room(self, number: int) -> int | None:
+        """Groups of a minibatch of the first pass, from 0, if the batch comes in parts. None: all that are left, as it is the last
+        one. A batch with fewer groups than batch_size fills fewer minibatches."""
+        num = min(self.num, self.batch_size)
+        return None if number >= num - 1 else self.batch_size // num + (number < self.batch_size % num)
+
+    def _drawn(self, batch_ids: Sequence[str], version: int, epoch: int) -> list[list[str]]:
+        return split_minibatches(batch_ids, self.num, seed=self.seed, version=version, epoch=epoch)
 
 
 class OptimizerStep:
     """One optimizer step, whose gradients add up over the parts of a batch (train.streaming).
 
-    The loss of a whole batch is divided before the backward pass. Each of several parts adds the gradient of its undivided sum, and
-    the sums are divided once, when the whole batch is known. The gradient is linear in 1 / denominator, so the results are equal up
-    to rounding.
+    The loss of a whole minibatch is divided before the backward pass. Each of several parts adds the gradient of its undivided sum,
+    and the sums are divided once, when the whole minibatch is known. The gradient is linear in 1 / denominator, so the results are
+    equal up to rounding.
     """
 
     def __init__(self) -> None:
@@ -697,7 +705,7 @@ class OptimizerStep:
         is_whole: bool,
     ) -> None:
         """Add the gradients of a part. counts, over all ranks: its tokens in `loss_mask`, its sequences that have any. mix: adds
-        supervised texts. is_whole: there is no other part. Collective."""
+        supervised texts. is_whole: the minibatch has no other part. Collective."""
         if self._is_taken:
             raise RuntimeError("the optimizer step has been taken: gradients of a further part would be lost")
         begins = self._loss_fn is None
@@ -727,6 +735,60 @@ class OptimizerStep:
         totals.add(stats, self._tokens)
 
 
+@dataclass(frozen=True)
+class TrainedPart:
+    """A batch, or a part of it, with which a function that trains was called. Its groups may wait for their minibatch, and later
+    passes use them again."""
+
+    sample: SequenceSample | None  # the groups of this rank
+    # By group, over all ranks: number of tokens in `loss_mask`, and of sequences that have any
+    counts: dict[str, npt.NDArray[np.float64]]
+    loss_of: Callable[[float, float], LossFn]  # it may differ between parts (on_missing)
+
+    @classmethod
+    def of(
+        cls,
+        engine: Ranks,
+        sample: SequenceSample | None,
+        batch_ids: Sequence[str],
+        loss_of: Callable[[float, float], LossFn],
+    ) -> TrainedPart:
+        """batch_ids: of all ranks. Collective."""
+        found: dict[str, tuple[int, int]] = {}
+        if sample is not None:
+            for group_id, masks in zip(sample.ids, sample.slices("loss_mask"), strict=True):
+                tokens = [int(mask.sum()) for mask in masks]
+                found[group_id] = sum(tokens), sum(n > 0 for n in tokens)
+        local = [float(number) for group_id in batch_ids for number in found.get(group_id, (0, 0))]
+        total = engine.all_reduce_sum(local).reshape(-1, 2)
+        return cls(sample, dict(zip(batch_ids, total, strict=True)), loss_of)
+
+    def take_step(
+        self, engine: Engine, ids: Sequence[str], step: StepTotals, mix: Mix | None = None, *, temperature: float
+    ) -> None:
+        """Take the optimizer step of a minibatch whose groups are all in this part. Collective."""
+        optimizer_step = OptimizerStep()
+        self.add_to(optimizer_step, engine, ids, mix, temperature=temperature, is_whole=True)
+        optimizer_step.take(engine, step.optimizer_steps, lr_step=step.version)
+
+    def add_to(
+        self,
+        step: OptimizerStep,
+        engine: Engine,
+        ids: Sequence[str],
+        mix: Mix | None = None,
+        *,
+        temperature: float,
+        is_whole: bool,
+    ) -> None:
+        """Add the gradients of these groups of the part. Collective."""
+        here = set(self.sample.ids) if self.sample is not None else set()
+        mine = [group_id for group_id in ids if group_id in here]
+        sample = self.sample.select_ids(mine) if self.sample is not None and mine else None
+        counts = sum((self.counts[group_id] for group_id in ids), np.zeros(2))
+        step.add(engine, sample, counts.tolist(), self.loss_of, mix, temperature=temperature, is_whole=is_whole)
+
+
 @dataclass
 class StepTotals:
     """What the calls of one MFC add up in one train step, on one rank: those on the parts of a batch (train.streaming), and those
@@ -739,8 +801,14 @@ class StepTotals:
     version: int  # the number of train steps done before this one
     began_with: Stats  # the interface's state when the step began
     ends: bool = True  # no further part of the batch follows the one of the current call
+    batch: Sequence[str] = ()  # with the last of several parts: the ids of all parts, in canonical order
+    steps_early: bool = False  # optimizer steps may be taken before the last part (dataflow/graph.py `steps_early`)
     groups: BatchStats = field(default_factory=BatchStats)
     optimizer_steps: StepStats = field(default_factory=StepStats)
+    parts: list[TrainedPart] = field(default_factory=list)  # of the batch, in order of arrival
+    num_placed: int = 0  # groups of the parts that are in a minibatch of the first pass
+    num_taken: int = 0  # minibatches of the first pass, if the batch comes in parts
+    num_open: int = 0  # groups in the open one
     open: OptimizerStep | None = None  # the one to which the parts of the batch add
     reported: dict[tuple[str, ...], Stats] = field(default_factory=dict)  # by the ids of the call
 
@@ -748,38 +816,77 @@ class StepTotals:
 def train_on_part(
     engine: Engine,
     sample: SequenceSample | None,
-    minibatches: Sequence[Sequence[str]],
+    batch_ids: Sequence[str],
+    minibatches: Minibatches,
     loss_of: Callable[[float, float], LossFn],
     step: StepTotals,
     *,
     temperature: float,
     texts: SupervisedTexts | None = None,
 ) -> None:
-    """Train on a batch, or on one part of it: accumulate gradients, and take the optimizer step of each minibatch with the last
-    part. Statistics go to `step`. Collective. A batch of several parts has one minibatch.
+    """Train on a batch, or on one part of it: accumulate gradients, and take the optimizer step of each minibatch that is complete.
+    Statistics go to `step`. Collective.
 
-    sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
-    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of train.ptx, divided among the
-    minibatches.
+    sample: the groups of this rank with the keys that the engine and the loss read. batch_ids: of all ranks. loss_of: makes a
+    minibatch's loss from two counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of
+    train.ptx, divided among the minibatches of a whole batch.
     """
-    is_whole = step.ends and step.open is None
-    if not is_whole:
-        minibatches = minibatches or [[]]  # the last part may have no groups
-    here = set(sample.ids) if sample is not None else set()
-    counts = _count(engine, sample, minibatches)
-    supervised = texts.parts(step.version, len(minibatches)) if texts is not None and minibatches else []
-    for number, ids in enumerate(minibatches):
-        mine = [group_id for group_id in ids if group_id in here]
-        part = sample.select_ids(mine) if sample is not None and mine else None
-        mix: Mix | None = None
-        if texts is not None:
-            mix = partial(texts.mix, supervised[number], replica=engine.replica, num_replicas=engine.num_replicas)
-        optimizer_step = step.open or OptimizerStep()
-        optimizer_step.add(engine, part, counts[number], loss_of, mix, temperature=temperature, is_whole=is_whole)
-        if step.ends:
-            optimizer_step.take(engine, step.optimizer_steps, lr_step=step.version)
-        else:
-            step.open = optimizer_step
+    part = TrainedPart.of(engine, sample, batch_ids, loss_of)
+    if step.ends and not step.parts:
+        drawn = minibatches.passes(batch_ids, step.version)
+        supervised = texts.parts(step.version, len(drawn)) if texts is not None and drawn else []
+        for number, ids in enumerate(drawn):
+            mix: Mix | None = None
+            if texts is not None:
+                mix = partial(texts.mix, supervised[number], replica=engine.replica, num_replicas=engine.num_replicas)
+            part.take_step(engine, ids, step, mix, temperature=temperature)
+        return
+    step.parts.append(part)
+    _first_pass(engine, minibatches, step, temperature=temperature)
+    if step.ends:
+        trained = {group_id for part in step.parts for group_id in part.counts}
+        batch = [group_id for group_id in step.batch if group_id in trained]
+        for ids in minibatches.later_passes(batch, step.version):
+            _take(engine, ids, step, temperature=temperature)
+
+
+def _first_pass(engine: Engine, minibatches: Minibatches, step: StepTotals, *, temperature: float) -> None:
+    """Put the groups that have arrived into minibatches, and take the steps of those that are complete. Without steps_early a
+    complete minibatch, and the groups after it, wait for the last part."""
+    arrived = [group_id for part in step.parts for group_id in part.counts]
+    while step.num_placed < len(arrived) or (step.ends and step.open is not None):
+        room = minibatches.room(step.num_taken)
+        ids = arrived[step.num_placed :]
+        ids = ids if room is None else ids[: room - step.num_open]
+        step.num_placed += len(ids)
+        is_full = room is not None and step.num_open + len(ids) == room
+        if (is_full and step.steps_early) or (step.ends and (is_full or step.num_placed == len(arrived))):
+            _take(engine, ids, step, temperature=temperature)
+            step.open, step.num_open, step.num_taken = None, 0, step.num_taken + 1
+            continue
+        step.open = step.open or OptimizerStep()
+        _add(engine, ids, step, step.open, temperature=temperature, is_last=False)
+        step.num_open += len(ids)
+        if is_full:
+            return
+
+
+def _take(engine: Engine, ids: Sequence[str], step: StepTotals, *, temperature: float) -> None:
+    """Take the optimizer step of a minibatch, after adding these groups to the open one."""
+    optimizer_step = step.open or OptimizerStep()
+    _add(engine, ids, step, optimizer_step, temperature=temperature, is_last=True)
+    optimizer_step.take(engine, step.optimizer_steps, lr_step=step.version)
+
+
+def _add(
+    engine: Engine, ids: Sequence[str], step: StepTotals, to: OptimizerStep, *, temperature: float, is_last: bool
+) -> None:
+    """Add the gradients of groups of the parts. is_last: the minibatch is complete with them."""
+    pieces = [(part, [group_id for group_id in ids if group_id in part.counts]) for part in step.parts]
+    pieces = [(part, piece) for part, piece in pieces if piece]
+    is_whole = is_last and to is not step.open and len(pieces) == 1
+    for part, piece in pieces:
+        part.add_to(to, engine, piece, temperature=temperature, is_whole=is_whole)
 
 
 def train_minibatches(
@@ -797,7 +904,10 @@ def train_minibatches(
     counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
     """
     step = StepTotals(lr_step, {})
-    train_on_part(engine, sample, minibatches, loss_of, step, temperature=temperature)
+    ids = list(dict.fromkeys(group_id for minibatch in minibatches for group_id in minibatch))
+    part = TrainedPart.of(engine, sample, ids, loss_of)
+    for minibatch in minibatches:
+        part.take_step(engine, minibatch, step, temperature=temperature)
     return step.optimizer_steps
 
 
@@ -823,6 +933,7 @@ class PPOActorInterface(Interface):
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         check_input_keys(mfc, self.keys)
         keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
+        self.minibatches = Minibatches(train.ppo.minibatches, train.ppo.epochs, seed, train.batch_size)
         self.texts = SupervisedTexts(train.ptx, tokenizer_path, seed=seed, keys=keys) if train.ptx is not None else None
 
     def run(
@@ -838,8 +949,16 @@ class PPOActorInterface(Interface):
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
             return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
 
-        minibatches = split_passes(batch_ids, ppo.minibatches, epochs=ppo.epochs, seed=self.seed, version=step.version)
-        train_on_part(engine, sample, minibatches, loss_of, step, temperature=self.temperature, texts=self.texts)
+        train_on_part(
+            engine,
+            sample,
+            batch_ids,
+            self.minibatches,
+            loss_of,
+            step,
+            temperature=self.temperature,
+            texts=self.texts,
+        )
         if not step.ends:
             return None, {}
         stats = step.optimizer_steps.result("actor")
@@ -899,7 +1018,7 @@ class PPOCriticInterface(Interface):
         if train.critic is None:
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
-        self.epochs = train.ppo.epochs
+        self.minibatches = Minibatches(train.critic.minibatches, train.ppo.epochs, seed, train.batch_size)
         check_input_keys(mfc, self.KEYS)
 
     def run(
@@ -912,9 +1031,7 @@ class PPOCriticInterface(Interface):
         def loss_of(num_tokens: float, num_sequences: float) -> ValueLoss:
             return ValueLoss(self.critic.eps_clip, num_tokens)
 
-        num, epochs = self.critic.minibatches, self.epochs
-        minibatches = split_passes(batch_ids, num, epochs=epochs, seed=self.seed, version=step.version)
-        train_on_part(engine, sample, minibatches, loss_of, step, temperature=1.0)
+        train_on_part(engine, sample, batch_ids, self.minibatches, loss_of, step, temperature=1.0)
         return None, step.optimizer_steps.result("critic") if step.ends else {}
 
     def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], step: StepTotals) -> Stats:

@@ -38,7 +38,7 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     """config: resolved (config/resolve.py)."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
-    if mfc.kind == "train_step" and not train.streaming:  # streaming excludes several minibatches and passes
+    if mfc.kind == "train_step":
         critic = train.critic if mfc.role == CRITIC else None
         passes = train.ppo.epochs
         minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)

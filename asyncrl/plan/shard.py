@@ -38,7 +38,7 @@ from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.flops import ModelFlops
-from asyncrl.model.interfaces import Interface, OptimizerStep, make_interface
+from asyncrl.model.interfaces import Interface, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
 from asyncrl.plan.batches import Load
@@ -322,8 +322,6 @@ class _PlannedMFC:
         tracker.memory.restart()
         before = plus(Cost(), tracker.cost)
         step = interface.begin(0)
-        if self._train.streaming and self._trains:
-            step.open = OptimizerStep()  # the gradients of several parts are divided after the last one
         interface.run(engine, sample, batch_ids=sample.ids, step=step)
         total = plus(tracker.cost, before, -1)
         if not engine.train_steps:

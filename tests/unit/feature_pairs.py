@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ from asyncrl.master.step_function import StepFunction
 from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.interfaces import make_interface
+from asyncrl.model.interfaces import Minibatches, make_interface
 from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
@@ -144,6 +144,13 @@ FEATURES: dict[str, Feature] = {
     "ptx": Feature({"ptx": PtxConfig(PromptSourceConfig(path="texts"), batch_size=8)}),
     "epochs": Feature({"ppo.epochs": 2}),
     "minibatches": Feature({"ppo.minibatches": 2}),
+    "minibatches that step early": Feature({"ppo.minibatches": 3, "ppo.use_decoupled_loss": False}),
+    "minibatches and passes": Feature(
+        {"ppo.minibatches": 4, "ppo.epochs": 2, "actor_inf_on_missing": "wait"},
+        places=("actor_inf:d1",),
+        also_plain=True,
+    ),
+    "minibatches of a critic": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=3)}),
     "critic": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=1), "ppo.gae_lambda": 0.9}),
     "value_norm": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=2, value_norm=True)}),
     "critic first": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=1), "num_critic_only_steps": 1}),
@@ -366,7 +373,13 @@ class EngineWorld(WorldOfGroups):
         cpu = {model.name: CpuRanks(model.name, None) for model in models if model.kind == "none"}
         first = {name: interface.state() for name, interface in self.interfaces.items()}
         self.calls_of = SimpleNamespace(
-            engines=self.engines, _without_model=cpu, _interfaces=self.interfaces, _first_states=first, _totals={}
+            engines=self.engines,
+            _without_model=cpu,
+            _interfaces=self.interfaces,
+            _first_states=first,
+            _totals={},
+            _mfcs={mfc.name: mfc for mfc in mfcs},
+            _config=SimpleNamespace(train=config.train),
         )
         self.calls_of._check_first_step = lambda *_: {}  # it changes no weights
         self.lost, self.errors = False, list[Exception]()
@@ -462,6 +475,15 @@ class EngineWorld(WorldOfGroups):
         return CallResult(ids=ids, keys=list(function.output_keys), stats=dict(stats), seconds=0.1, state=state)
 
 
+class InOrderOfArrival(Minibatches):
+    """The minibatches of a whole batch that train.streaming makes of its parts."""
+
+    def passes(self, batch_ids: Sequence[str], version: int) -> list[list[str]]:
+        arrived = [batch_ids[number] for part in PARTS[version % len(PARTS)] for number in part]
+        first = [part.tolist() for part in np.array_split(arrived, self.num)]
+        return first + self.later_passes(batch_ids, version)
+
+
 @dataclass
 class Outcome:
     """The result of the steps."""
@@ -490,6 +512,10 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
     options: dict[str, Any] = {"train": train, "run_dir": folder, "world_of": EngineWorld}
     async with running_groups(graph, everything, allocation.num_model_workers, detached, **options) as (world, master):
         world.set_up(config, mfcs, models, folder)
+        if not train.streaming and any("streaming" in feature.how for feature in features):
+            for interface in world.interfaces.values():
+                if hasattr(interface, "minibatches"):
+                    interface.minibatches = InOrderOfArrival(**vars(interface.minibatches))
         master.executor = executor_of(
             graph,
             everything,

@@ -193,15 +193,10 @@ def test_a_file_of_train_mfcs_that_raises_is_named(config_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.ppo.minibatches=2"], "train.ppo.minibatches=2: must be 1 with train.streaming: minibatches are drawn"),
         (["train.ppo.advantage_norm=batch"], "train.ppo.advantage_norm='batch': needs the whole batch"),
         (
             ["train.ppo.advantage_norm=none", "train.critic={value_norm: true, minibatches: 1}"],
             "train.critic.value_norm=True: must be false with train.streaming",
-        ),
-        (
-            ["train.ppo.advantage_norm=none", "train.critic={minibatches: 2}"],
-            "train.critic.minibatches=2: must be 1 with train.streaming",
         ),
         (
             [f"train.mfcs=[{declare('trains', kind='train_step', input_keys=[])}]"],
