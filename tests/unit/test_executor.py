@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig
+from asyncrl.config.schema import NameResolveConfig, PPOConfig, RefConfig, RuntimeConfig, TrainConfig
 from asyncrl.dataflow.axes import SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import MFCDef
@@ -330,6 +330,33 @@ def test_an_mfc_without_a_model_is_refused():
 
 
 # ------------------------------------------------------------------------------------------------ parts of a batch
+
+
+@pytest.mark.parametrize(("model", "early"), [("actor@1", True), ("actor", False)])
+async def test_a_layout_of_its_own_keeps_the_weights_of_the_step_when_minibatches_step_early(model, early):
+    """It gets them before the first call that trains, and the master knows that the trainer's weights are those of no version."""
+    graph = DataflowGraph(
+        [mfc("inf", model, ["tokens"], ["prox"]), mfc("train", "actor", ["tokens"], kind="train_step")], DATASET
+    )
+    places = [placement("actor", "d1", [0]), placement("actor@1", "d1", [1])]
+    train = TrainConfig(streaming=True, ppo=PPOConfig(minibatches=2))
+    async with running(graph, places, 2, train=train) as (world, master):
+        for version in range(2):
+            for place in range(4):
+                master.store(f"s{version}t{place}", 4 * version + place, 0, 10)
+            for part in (["t0", "t1"], ["t2"]):
+                await asyncio.wait_for(
+                    master.executor.execute_part([f"s{version}{ticket}" for ticket in part], version), LIMIT_S
+                )
+                assert master.executor.is_within_step == early
+            await master.step([f"s{version}t{place}" for place in range(4)], version)
+            assert not master.executor.is_within_step
+        seen = [body for me, body in world.log if me == 0 and isinstance(body, (ExecuteMFC, Reallocate))]
+        seen = [type(body).__name__ if isinstance(body, Reallocate) else body.mfc for body in seen]
+        trains = [place for place, name in enumerate(seen) if name == "train"]
+        copies = [place for place, name in enumerate(seen) if name == "Reallocate"]
+        assert len(trains) == 6
+        assert copies == ([trains[3] - 1] if early else [])
 
 
 @pytest.mark.parametrize("last", [["t4", "t5"], []])
