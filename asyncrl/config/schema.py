@@ -399,6 +399,7 @@ class TrainConfig:
     # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens
     streaming_order: str = choice("groups", "groups", "balanced", "tokens")
     streaming_tokens: int = limited(0, at_least=0)  # tokens that begin a part, with streaming_order=tokens
+    streaming_parts: int = limited(0, at_least=0)  # equal parts of each batch; 0: as many as streaming_order makes
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig | None = None  # null: no critic

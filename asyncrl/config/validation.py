@@ -229,6 +229,16 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
                 "must be at least 1 with train.streaming_order=tokens",
             ),
             (
+                train.streaming_parts > train.batch_size,
+                "train.streaming_parts",
+                f"must be at most train.batch_size={train.batch_size}: a part has at least one group",
+            ),
+            (
+                train.streaming_parts > 0 and train.streaming_order != "groups",
+                "train.streaming_parts",
+                f"decides when a part begins, and so does train.streaming_order={train.streaming_order}; set one of them",
+            ),
+            (
                 mode.workers_generate or not mode.trains,
                 "train.streaming",
                 f"mode={config.mode} has no groups that arrive one after another; set it to false",
@@ -236,12 +246,13 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
             (
                 train.ppo.advantage_norm == "batch",
                 "train.ppo.advantage_norm",
-                f"needs the whole batch before any gradient; {needs} use group or none",
+                "makes (A - mean) / std over the batch, whose sign decides if a loss is clipped, so no gradient of a part"
+                f" is known before the whole batch; {needs} use group or none",
             ),
             (
                 train.critic is not None and train.critic.value_norm,
                 "train.critic.value_norm",
-                f"must be false {needs}: the critic's units change with the returns of the whole batch",
+                f"must be false {needs}: its targets are (R - mean) / std, with the mean and std of the returns of the whole batch",
             ),
             (
                 bool(offloaded),

@@ -211,6 +211,7 @@ class Rollouts(BatchSource):
                 await running  # raises: before `stop` the runner ends only if a part fails
             batch = await forming
             await running  # the part that is running now
+            await runner.run_rest(batch)
             self.trained_s = runner.seconds
             return batch
         finally:

@@ -1,6 +1,6 @@
 """Training on parts of a batch while it is formed (train.streaming).
 
-    stored groups -> BatchFormer.admissible -> begins_part -> BatchFormer.take -> FunctionExecutor.execute_part, one part at a time
+    stored groups -> BatchFormer.admissible -> next_part -> BatchFormer.take -> FunctionExecutor.execute_part, one part at a time
 
 Each part runs all MFCs of the step, and its gradients add up on the model workers. The step is taken with the last part, which
 the trainer runs (`execute_step`) once the batch is complete. A group that is taken is in the batch: it is neither given up nor
@@ -42,6 +42,25 @@ def begins_part(groups: Sequence[TrajectoryMeta], train: TrainConfig, num_ranks:
     return fullest <= (1 + BALANCE_TOLERANCE) * sum(tokens.values()) / num_ranks
 
 
+def next_part(
+    groups: Sequence[TrajectoryMeta], train: TrainConfig, num_ranks: int, num_parts: int
+) -> Sequence[TrajectoryMeta]:
+    """Return those of these admissible groups that form the next part now; empty: none. Pure.
+
+    num_parts: of the batch so far. With train.streaming_parts each part has its share of the batch, and the last one is left.
+    """
+    if train.streaming_parts < 1:
+        return groups if begins_part(groups, train, num_ranks) else ()
+    share = share_of(num_parts, train)
+    return groups[:share] if num_parts < train.streaming_parts - 1 and len(groups) >= share else ()
+
+
+def share_of(number: int, train: TrainConfig) -> int:
+    """The number of groups of a part, from 0, with train.streaming_parts. Shares differ by at most one group."""
+    each, more = divmod(train.batch_size, train.streaming_parts)
+    return each + (number < more)
+
+
 class PartRunner:
     """Trains on parts of one batch until the batch is complete.
 
@@ -64,6 +83,7 @@ class PartRunner:
         self._train, self._former, self._buffer, self._executor = train, former, buffer, executor
         self._version, self._num_ranks = version, num_ranks
         self.seconds = 0.0  # in which parts were trained
+        self._num_parts = 0
         self._clock = clock
         self._view: LedgerView | None = None
         self._stopped = False
@@ -83,15 +103,27 @@ class PartRunner:
         """Run parts until `stop`. Ends after the part that is running then. The caller bounds the wait for groups."""
         while not self._stopped:
             self._changed.clear()
-            groups = self._admissible()
-            if begins_part(groups, self._train, self._num_ranks):
+            if groups := next_part(self._admissible(), self._train, self._num_ranks, self._num_parts):
                 self._former.take(groups)
                 ordered = sorted(groups, key=lambda meta: (meta.locator, meta.ticket_id))
-                began = self._clock.monotonic()
-                await self._executor.execute_part([meta.ticket_id for meta in ordered], self._version)
-                self.seconds += self._clock.monotonic() - began
+                await self._execute([meta.ticket_id for meta in ordered])
             else:
                 await self._changed.wait()
+
+    async def run_rest(self, batch: Sequence[str]) -> None:
+        """With train.streaming_parts, run all parts of a complete batch but the last one. Call after `run` has ended."""
+        while self._num_parts < self._train.streaming_parts - 1:
+            rest = [ticket for ticket in batch if ticket not in self._buffer.earlier]
+            share = share_of(self._num_parts, self._train)
+            if len(rest) <= share:  # the last batch of a run may have fewer groups
+                return
+            await self._execute(rest[:share])
+
+    async def _execute(self, tickets: Sequence[str]) -> None:
+        began = self._clock.monotonic()
+        await self._executor.execute_part(tickets, self._version)
+        self.seconds += self._clock.monotonic() - began
+        self._num_parts += 1
 
     def _admissible(self) -> list[TrajectoryMeta]:
         if self._view is None:

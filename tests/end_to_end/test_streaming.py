@@ -138,3 +138,33 @@ def test_a_recording_is_replayed_in_parts(config: Path, gate: Gate, tmp_path: Pa
         print(trial, [step.get(PARTS) for step in train_steps(replayed.run_dir)])
     for name, tensor in finals[1].items():
         torch.testing.assert_close(finals[0][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.release
+def test_all_functions_on_workers_of_their_own(config: Path, tmp_path: Path) -> None:
+    """As Relax runs it: reference, proximal policy and advantages beside the trainer, eta 2, several optimizer steps and parts of a
+    batch. A CPU worker is killed on the way."""
+    layout = "allocation=transformers.d1+d1+ref_inf:d1+actor_inf:d1+advantages:cpu1"
+    settings = [
+        "trial=relax",
+        layout,
+        "manager.max_head_offpolicyness=2",
+        "train.streaming=true",
+        "train.streaming_parts=4",
+        "train.ppo.minibatches=2",
+        "train.ppo.use_decoupled_loss=true",
+        "train.ppo.recompute_logprob=false",
+        "train.actor_inf_on_missing=wait",
+    ]
+    with launch(config, *[entry for entry in EXACT if entry != Gate.OVERRIDE], *settings) as run:
+        run.wait_until(lambda: len(train_steps(run.run_dir)) >= 2, "step 2", LIMIT_S)
+        run.worker("model_worker/3").kill()
+        assert run.wait(LIMIT_S) == 0, run.output()
+    steps = train_steps(run.run_dir)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert {step[PARTS] for step in steps} == {4}
+    assert {step["actor/optimizer_steps"] for step in steps} == {2}
+    assert all(step["batch/num_groups"] == BATCH for step in steps)
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, STEPS)
+    assert_nothing_left(run.run_dir)

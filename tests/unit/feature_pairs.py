@@ -186,7 +186,10 @@ LEFT_OUT = {
         **dict.fromkeys(["total_steps", "optimizer"], "of the optimizer, in each run here"),
         "mismatch": "a check that reads logprobs",
         "tf32": "arithmetic of a GPU",
-        **dict.fromkeys(["streaming_order", "streaming_tokens"], "which groups are a part; the parts here are given"),
+        **dict.fromkeys(
+            ["streaming_order", "streaming_tokens", "streaming_parts"],
+            "which groups are a part; the parts here are given",
+        ),
         "extra_train_keys": "an order of calls",
         "wait_for_full_lag": "which groups",
         **dict.fromkeys(["keep_bad_batches", "max_skipped_steps"], "what follows a skipped step"),

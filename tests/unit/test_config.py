@@ -193,7 +193,7 @@ def test_a_file_of_train_mfcs_that_raises_is_named(config_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.ppo.advantage_norm=batch"], "train.ppo.advantage_norm='batch': needs the whole batch"),
+        (["train.ppo.advantage_norm=batch"], "train.ppo.advantage_norm='batch': makes (A - mean) / std over the batch"),
         (
             ["train.ppo.advantage_norm=none", "train.critic={value_norm: true, minibatches: 1}"],
             "train.critic.value_norm=True: must be false with train.streaming",
@@ -204,6 +204,11 @@ def test_a_file_of_train_mfcs_that_raises_is_named(config_file: Path, tmp_path: 
         ),
         (["train.offload=[actor]"], "train.offload=['actor']: actor must stay on the device"),
         (["train.wait_for_full_lag=true"], "train.wait_for_full_lag=True: waits until the whole batch is stored"),
+        (["train.streaming_parts=9999"], "train.streaming_parts=9999: must be at most train.batch_size"),
+        (
+            ["train.streaming_parts=2", "train.streaming_order=balanced"],
+            "train.streaming_parts=2: decides when a part begins",
+        ),
         (["train.streaming_order=tokens"], "train.streaming_tokens=0: must be at least 1"),
         (["mode=sync"], "train.streaming=True: mode=sync has no groups that arrive one after another"),
     ],

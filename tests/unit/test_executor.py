@@ -407,6 +407,43 @@ def test_groups_that_are_enough_for_a_part():
     }
 
 
+@pytest.mark.parametrize(
+    ("parts", "at_first", "expected"),
+    [
+        (3, 7, [[0, 1, 2], [3, 4], [5, 6]]),  # all are there
+        (3, 4, [[0, 1, 2], [3, 4], [5, 6]]),  # one part, until the rest arrives
+        (7, 2, [[0], [1], [2], [3], [4], [5], [6]]),
+        (1, 7, [[0, 1, 2, 3, 4, 5, 6]]),
+    ],
+)
+async def test_a_fixed_number_of_parts(parts, at_first, expected):
+    graph = DataflowGraph([mfc("train", "actor", ["tokens"], kind="train_step")], DATASET)
+    async with running(graph, [placement("actor", "d1", [0])], 1) as (world, master):
+        former = BatchFormer(batch_size=7, max_head_offpolicyness=0)
+        train = TrainConfig(batch_size=7, streaming_parts=parts)
+        runner = PartRunner(train, former, master.buffer, master.executor, version=0, num_ranks=1, clock=SYSTEM_CLOCK)
+        live = [
+            TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w")
+            for i in range(7)
+        ]
+        for place in range(at_first):
+            master.store(f"t{place}", place, 0, 5)
+        running_parts = asyncio.create_task(runner.run())
+        runner.look(
+            LedgerView(known=True, revision=1, served_version=0, exhausted=False, live=live, rejected=[], servers=[])
+        )
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        for place in range(at_first, 7):
+            master.store(f"t{place}", place, 0, 5)
+        decision = former.decide(stored=master.buffer.stored, live=live, version=0, exhausted=False, now=0.0)
+        runner.stop()
+        await asyncio.wait_for(running_parts, LIMIT_S)
+        await asyncio.wait_for(runner.run_rest(decision.tickets), LIMIT_S)
+        await master.step(list(decision.tickets))
+        assert [body.ids for _, body in world.calls(ExecuteMFC)] == [[f"t{i}" for i in part] for part in expected]
+
+
 async def test_parts_begin_when_groups_are_stored_and_the_last_one_when_the_batch_is_complete():
     """The runner takes what is stored when the trainer is free. The batch is decided while a part still runs."""
     graph = DataflowGraph([mfc("train", "actor", ["tokens"], kind="train_step")], DATASET)
