@@ -55,7 +55,7 @@ from asyncrl.master.step_function import StepFunction
 from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.interfaces import Minibatches, make_interface
+from asyncrl.model.interfaces import Minibatches, make_interface, split_minibatches
 from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
@@ -484,7 +484,11 @@ class InOrderOfArrival(Minibatches):
     def passes(self, batch_ids: Sequence[str], version: int) -> list[list[str]]:
         arrived = [batch_ids[number] for part in PARTS[version % len(PARTS)] for number in part]
         first = [part.tolist() for part in np.array_split(arrived, self.num)]
-        return first + self.later_passes(batch_ids, version)
+        later = [
+            split_minibatches(batch_ids, self.num, seed=self.seed, version=version, epoch=epoch)
+            for epoch in range(1, self.epochs)
+        ]
+        return [*first, *(ids for drawn in later for ids in drawn)]
 
 
 @dataclass
