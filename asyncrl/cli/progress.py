@@ -438,15 +438,16 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
 
 
 def _scores(evaluation: Mapping[str, Any], *, with_versions: bool = True) -> list[str]:
-    """The reward of each mode. with_versions: ` (versions 10 to 12)` follows if the evaluation used other weight versions than that
-    of its step. It may use later ones, because training continues during evaluations."""
+    """The reward of each mode, with the half width of its 95 % interval. with_versions: ` (versions 10 to 12)` follows if the
+    evaluation used other weight versions than that of its step: training continues during evaluations."""
     scores = []
     for mode in EVAL_MODES:
         if (key := f"eval/{mode}_reward") in evaluation:
             first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
             shown = with_versions and not first == last == evaluation["step"]
             versions = f" (versions {first:.0f} to {last:.0f})" if shown else ""
-            scores.append(f"{mode} {number(evaluation, key):.3f}{versions}")
+            interval = f" ±{number(evaluation, f'{key}_ci95'):.3f}" if f"{key}_ci95" in evaluation else ""
+            scores.append(f"{mode} {number(evaluation, key):.3f}{interval}{versions}")
     return scores
 
 

@@ -22,9 +22,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from asyncrl.dataflow.evaluation import summarize
 from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
 from asyncrl.protocol.trajectories import GroupSummary, Locator
-from asyncrl.protocol.versions import WeightVersion
 
 _FIRST = Locator(0, 0)
 MAX_EVALUATIONS = 64  # at most this many evaluations are kept; the oldest are discarded, with their results
@@ -226,19 +226,6 @@ class EvaluationBook:
 
     @staticmethod
     def _summary(evaluation: Evaluation, mode: int) -> EvaluationResult:
-        request = evaluation.request
         mine = [result for item, result in evaluation.results.items() if item.mode == mode]
         good = [group for group in mine if group is not None]
-        rewards = [reward for group in good for reward in group.rewards]
-        lengths = [length for group in good for length in group.response_lengths]
-        oldest = [version for group in good for version in group.version_start]
-        newest = [version for group in good for version in group.version_end]
-        return EvaluationResult(
-            mode=request.modes[mode],
-            num_prompts=request.num_prompts,
-            num_failed=len(mine) - len(good),
-            mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
-            mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
-            version_min=WeightVersion.unpack(min(oldest)).version if oldest else -1,
-            version_max=WeightVersion.unpack(max(newest)).version if newest else -1,
-        )
+        return summarize(evaluation.request.modes[mode], good, len(mine) - len(good))

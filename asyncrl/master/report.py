@@ -302,6 +302,8 @@ class RunSummary:
         for result in results:
             mode = f"{prefix}{result.mode}"
             metrics[f"eval/{mode}_reward"] = result.mean_reward
+            if result.reward_ci95 is not None:
+                metrics[f"eval/{mode}_reward_ci95"] = result.reward_ci95
             metrics[f"eval/{mode}_length"] = result.mean_length
             metrics[f"eval/{mode}_num_prompts"] = float(result.num_prompts)
             metrics[f"eval/{mode}_num_failed"] = float(result.num_failed)

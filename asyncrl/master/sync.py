@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.dataflow.evaluation import summarize
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -23,7 +24,6 @@ from asyncrl.master.rollouts import BatchSource
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
 from asyncrl.protocol.manager import EvaluationResult
 from asyncrl.protocol.trajectories import Locator
-from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 
 
@@ -135,16 +135,4 @@ async def _results(calls: Mapping[str, asyncio.Task[list[CallResult]]]) -> list[
 
 def _result(mode: Any, replies: Sequence[CallResult]) -> EvaluationResult:
     metas = [meta for reply in replies for meta in reply.metas]
-    failed = [rejected for reply in replies for rejected in reply.rejected]
-    rewards = [reward for meta in metas for reward in meta.rewards]
-    lengths = [length for meta in metas for length in meta.response_lengths]
-    versions = [WeightVersion.unpack(version).version for meta in metas for version in meta.version_start]
-    return EvaluationResult(
-        mode=mode,
-        num_prompts=len(metas) + len(failed),
-        num_failed=len(failed),
-        mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
-        mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
-        version_min=min(versions, default=-1),
-        version_max=max(versions, default=-1),
-    )
+    return summarize(mode, metas, sum(len(reply.rejected) for reply in replies))

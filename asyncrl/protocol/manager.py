@@ -198,6 +198,7 @@ class EvaluationResult(Struct, frozen=True, kw_only=True):
     num_prompts: int
     num_failed: int
     mean_reward: float
+    reward_ci95: float | None = None  # half width of its 95 % interval; None: fewer than two judged prompts
     mean_length: float
     version_min: int
     version_max: int
