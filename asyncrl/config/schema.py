@@ -62,6 +62,9 @@ class PromptSourceConfig:
     path: str = ruled("", Rule(file="data"))
     split: str = "train"  # Hub datasets only
     subset: str = ""  # name of a subset, for Hub datasets that have several, e.g. `main` of openai/gsm8k
+    # Shape of the records: gsm8k, math500, aime or dapo (verl's). Its reader gives each line `prompt` and `answer`; "":
+    # no reader
+    records: str = ruled("", Rule(words=("", "gsm8k", "math500", "aime", "dapo")))
     prompt_key: str = "prompt"  # field of a line with the prompt: a string, or a list of chat messages
     answer_key: str = "answer"  # field with the answer, which the reward function receives; "": lines have no answer
     task_key: str = ""  # field that names the task of a line; "": all lines belong to one task

@@ -33,6 +33,7 @@ from asyncrl.data.chat import (
     shortened,
     tools_for_template,
 )
+from asyncrl.data.records import read_record
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.trajectories import Locator
 
@@ -117,6 +118,8 @@ class PromptSource:
         self._numbers = array("q")  # of the rows in the file or dataset
         for number, row in _read_rows(config):
             try:
+                if config.records and isinstance(row, Mapping):
+                    row = read_record(config.records, row)
                 _check_row(config, row)
             except ValueError as error:
                 raise ValueError(f"{_place(config, number)}: {error}") from None
