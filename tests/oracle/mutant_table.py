@@ -333,8 +333,8 @@ MUTANTS = [
         ),
         (
             "keys-of-groups-come-into-micro-batches",
-            'KEY_SPECS[key].layout in ("token", "sequence")',
-            "KEY_SPECS[key].layout",
+            'spec.layout in ("token", "sequence")',
+            "spec.layout",
             "test_keys_of_groups_are_dropped_even_if_each_group_has_one_sequence",
         ),
     ),
