@@ -399,7 +399,7 @@ async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"trained": "all"}, "it must be last or longest"),
+        ({"trained": "first"}, "it must be last, longest or all"),
         ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are chat_template_kwargs, frequency_penalty"),
         ({"max_requests": 0}, "must be at least 1"),
     ],
