@@ -158,6 +158,7 @@ FEATURES: dict[str, Feature] = {
     "entropy": Feature({"ppo.entropy_coef": 0.1}),
     "entropy_target": Feature({"ppo.entropy_target": 9.0, "ppo.entropy_step": 0.1}),
     "dense_rewards": Feature({"dense_rewards": True}),
+    "several sequences of a session": Feature({"branches": True, "ppo.baseline": "group_mean"}),
     "function of a user": Feature({"mfcs": [f"{HERE}:bonus"]}),
     "model of a user that is trained": Feature(
         {"roles": {"judge": RoleConfig("", "lm", OPTIMIZER)}, "mfcs": [f"{HERE}:Imitate"]}
@@ -332,7 +333,7 @@ def make_models(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("\n".join(lines))
 
 
-def make_batch(version: int, *, dense: bool, broken: bool) -> SequenceSample:
+def make_batch(version: int, *, dense: bool, branches: bool, broken: bool) -> SequenceSample:
     random = np.random.default_rng(version)
     groups = []
     for number in range(NUM_GROUPS):
@@ -353,6 +354,8 @@ def make_batch(version: int, *, dense: bool, broken: bool) -> SequenceSample:
         }
         if dense:
             group["dense_rewards"] = [random.normal(0, 0.1, len(mask)).tolist() for mask in masks]
+        if branches:  # the sequences of every second group are of one session
+            group["sessions"] = [0, number % 2]
         groups.append(group)
     return SequenceSample.from_groups([f"s{version}g{number}" for number in range(NUM_GROUPS)], groups)
 
@@ -566,7 +569,12 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
 async def _step(
     world: EngineWorld, master: Any, config: ExperimentConfig, features: list[Feature], version: int
 ) -> Any:
-    batch = make_batch(version, dense=config.train.dense_rewards, broken=any(feature.broken for feature in features))
+    batch = make_batch(
+        version,
+        dense=config.train.dense_rewards,
+        branches=config.train.branches,
+        broken=any(feature.broken for feature in features),
+    )
     for number, (ticket, sample) in enumerate(zip(batch.ids, batch.unpack(), strict=True)):
         lengths = sample.seqlens["packed_input_ids"][0]
         meta = TrajectoryMeta(
