@@ -1,6 +1,7 @@
 """The axes of a model's layout, one row each: what its ranks share out, and what is summed over them (pure).
 
-    d2p1m2    two replicas (data), one pipeline stage (pipe), matrices split among two ranks (tensor)
+    d2p1m2      two replicas (data), one pipeline stage (pipe), matrices split among two ranks (tensor)
+    d4p1m1r2    two copies of the weights, each split among four ranks; all eight ranks share out the samples
 
 Layouts are parsed and written, ranks are numbered, and process groups are made from the table. Other code asks a grid, a placement
 or a mesh: for the parts of the samples, layers or matrices, or for the group that sums losses. It names no axis, so a further axis
@@ -40,13 +41,18 @@ class Axis:
     sums: tuple[str, ...]  # what is summed over its ranks
     # Coordinate of the rank that stores the outputs of a replica; -1: the last one. Unused if the axis splits samples
     head: int = 0
+    # Its ranks hold equal weights and gradients. Only grids with several copies have such an axis
+    copies: bool = False
 
 
-AXES = (  # in the order of layouts such as d2p1m1, in which generation servers get their GPUs, too
-    Axis("data", "d", SAMPLES, order=1, sums=(LOSSES, GRADIENTS, NORMS)),
+TABLE = (  # in the order of layouts such as d2p1m1, in which generation servers get their GPUs, too
+    Axis("data", "d", SAMPLES, order=2, sums=(LOSSES, GRADIENTS, NORMS)),
     Axis("pipe", "p", LAYERS, order=0, sums=(NORMS,), head=-1),
-    Axis("tensor", "m", MATRICES, order=2, sums=(PARTIALS, NORMS)),
+    Axis("tensor", "m", MATRICES, order=3, sums=(PARTIALS, NORMS)),
+    # Hybrid sharding (FSDP2): the ranks of a copy have successive numbers, so a copy may fill a host
+    Axis("copy", "r", SAMPLES, order=1, sums=(LOSSES, GRADIENTS, NORMS), copies=True),
 )
+AXES = tuple(axis for axis in TABLE if not axis.copies)  # of a layout with one copy of the weights
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,18 @@ class ParallelGrid:
         """The names of the axes along which losses, gradients, partials or norms are summed, in training order."""
         return tuple(axis.name for axis in sorted(self.axes, key=lambda axis: axis.order) if what in axis.sums)
 
+    @property
+    def num_copies(self) -> int:
+        """The number of copies of the weights, each of which is split among the other ranks."""
+        return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.copies)
+
     def with_parts(self, parts: Mapping[str, int]) -> ParallelGrid:
-        """Return the grid with other numbers of parts of samples, layers or matrices, each split along one axis."""
-        sizes = zip(self.axes, self.sizes, strict=True)
-        return replace(self, sizes=tuple(parts.get(axis.splits, size) for axis, size in sizes))
+        """Return the grid with other numbers of parts of samples, layers or matrices. The weights have one copy if the number of
+        parts of the samples is given."""
+        sizes = dict(zip(self.axes, self.sizes, strict=True))
+        given = {axis: parts.get(axis.splits, size) for axis, size in sizes.items() if not axis.copies}
+        kept = {axis: size for axis, size in sizes.items() if axis.copies and axis.splits not in parts}
+        return replace(self, sizes=(*given.values(), *kept.values()), axes=(*given, *kept))
 
     def only(self, *kept: str) -> ParallelGrid:
         """Return the grid that splits nothing else."""
@@ -95,14 +109,14 @@ class ParallelGrid:
 
     @classmethod
     def of_size(cls, size: int, axes: tuple[Axis, ...] = AXES) -> Iterator[ParallelGrid]:
-        """All grids with this number of ranks. The size of the table's first axis varies fastest."""
+        """All grids with this number of ranks and one copy of the weights. The size of the table's first axis varies fastest."""
         for sizes in _factors(size, len(axes)):
             yield cls(sizes, axes=axes)
 
     @classmethod
-    def parse(cls, text: str, axes: tuple[Axis, ...] = AXES) -> ParallelGrid:
-        """Parse e.g. `d2p1m1` or `cpu2`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the expected
-        form."""
+    def parse(cls, text: str, axes: tuple[Axis, ...] = TABLE) -> ParallelGrid:
+        """Parse e.g. `d2p1m1`, `d4r2` or `cpu2`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the
+        expected form."""
         if found := _CPU.fullmatch(text):
             return cls((1,) * len(axes), on_cpu=True, axes=axes).with_parts({SAMPLES: int(found[1])})
         letters = "".join(axis.letter for axis in axes)
@@ -113,6 +127,7 @@ class ParallelGrid:
         given = {letter: int(size) for letter, size in sizes}
         if len(given) != len(sizes):
             raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
+        axes = tuple(axis for axis in axes if not axis.copies or given.get(axis.letter, 1) > 1)
         return cls(tuple(given.get(axis.letter, 1) for axis in axes), axes=axes)
 
     def __str__(self) -> str:

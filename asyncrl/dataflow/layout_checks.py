@@ -251,7 +251,9 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
     """Settings that the allocation's engine needs but that are missing, and settings that it cannot use."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
+    one_copy = grid.with_parts({SAMPLES: grid.num_replicas})
     return (
+        (grid != one_copy, "allocation", f"{grid} generates: r is for training; use {one_copy} for the same servers"),
         (grid != fitting, "allocation", f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"),
         (
             "urls" in traits.settings and len(generation.urls) != grid.num_replicas,

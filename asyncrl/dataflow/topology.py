@@ -1,6 +1,7 @@
-"""Ranks of pipe/data/tensor grids, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
+"""Ranks of pipe/copy/data/tensor grids, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
 
-Training order is pipe, data, tensor. The last axis varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor.
+Training order is pipe, copy, data, tensor. The last axis varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor
+with one copy of the weights.
 The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. The head stores and reports the replica's
 results. The heads of the first model also receive trajectories.
 """
@@ -65,7 +66,7 @@ class ProcessTopology:
 
 @functools.cache
 def training_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Training order: pipe, data, tensor."""
+    """Training order: pipe, copy, data, tensor."""
     axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: entry[0].order)
     return ProcessTopology([axis.name for axis, _ in axes], [size for _, size in axes])
 

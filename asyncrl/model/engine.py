@@ -434,6 +434,8 @@ class TrainEngine:
         first of these ranks counts them."""
         counted = list(grads)
         if self._mesh is not None:
+            if not self._mesh.is_first_copy:
+                return 0.0
             if self._mesh.parts[MATRICES] > 0:
                 counted = [name for name in counted if name in self._split]
             if not self._mesh.is_first_stage:

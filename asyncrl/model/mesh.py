@@ -1,7 +1,7 @@
 """A rank's coordinates in the grid of a model, and the process groups of its neighbours.
 
 Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of the ranks, in training
-order (pipe, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world:
+order (pipe, copy, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world:
 every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In this file a
 placement's workers are ranks.
 """
@@ -90,6 +90,12 @@ class ModelMesh:
                     label = "model" if len(names) == len(self.placement.grid.axes) else "_".join(names)
                     entered[f"{self.placement.name} {label} group {first}"] = number
         return entered
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is in the first copy of the weights. The others have equal gradients."""
+        shard = self.placement.shard_of(self.rank)
+        return not any(axis.copies and at for axis, at in zip(shard.axes, shard.coordinates, strict=True))
 
     @property
     def is_first_stage(self) -> bool:

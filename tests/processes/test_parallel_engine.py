@@ -33,7 +33,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from tests.support.rank_processes import RankProcesses
 
-GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
+GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2", "d2m2r2", "d2p2r2")
 OTHER_GRIDS = ("p3", "m4", "p4")
 # eps: a gradient that is zero except for rounding (of the key projection's bias) must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)

@@ -5,4 +5,4 @@ from __future__ import annotations
 from asyncrl.dataflow.axes import GRADIENTS, LOSSES, NORMS, Axis
 
 TOKENS = "tokens"
-CONTEXT = Axis("context", "c", TOKENS, order=3, sums=(LOSSES, GRADIENTS, NORMS))
+CONTEXT = Axis("context", "c", TOKENS, order=4, sums=(LOSSES, GRADIENTS, NORMS))
