@@ -138,6 +138,12 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
                 remedy += f", or all of them d{grid.size}p1m1" if not allocation.names else ""
                 whole = f"{GENERATE_MFC} needs the whole model on each worker, and {grid} cuts it: {remedy}"
                 yield "allocation", config.allocation, whole
+            if grid is not None and grid.num_copies > 1:
+                yield (
+                    "allocation",
+                    config.allocation,
+                    f"{GENERATE_MFC} runs on one copy of the weights, not {grid}: leave r out",
+                )
             if config.record.trajectories and model_of.get(GENERATE_MFC, ACTOR) != ACTOR:
                 remedy = f"groups are recorded on the actor's workers, but {GENERATE_MFC} runs on other workers: set it to false"
                 yield "record.trajectories", True, f"{remedy}, or leave {GENERATE_MFC} out of the allocation"

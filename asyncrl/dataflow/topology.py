@@ -1,7 +1,7 @@
-"""Ranks of pipe/copy/data/tensor grids, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
+"""Ranks of a layout's grid, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
 
-Training order is pipe, copy, data, tensor. The last axis varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor
-with one copy of the weights.
+Training order is pipe, copy, data, tensor. The last axis varies fastest. With one copy of the weights,
+rank = (pipe * data_size + data) * tensor_size + tensor.
 The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. The head stores and reports the replica's
 results. The heads of the first model also receive trajectories.
 """

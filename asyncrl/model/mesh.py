@@ -1,9 +1,9 @@
 """A rank's coordinates in the grid of a model, and the process groups of its neighbours.
 
 Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of the ranks, in training
-order (pipe, copy, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world:
-every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In this file a
-placement's workers are ranks.
+order (pipe, copy, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole
+world: every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In this
+file a placement's workers are ranks.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def share(model: TrainEngine | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "ref_grid"), [("d1", "d1"), ("d3", "m2"), ("p2m2", "p2"), ("d2p2", "d2m2"), ("d2p2m2", "d2")]
+    ("grid", "ref_grid"),
+    [("d1", "d1"), ("d3", "m2"), ("p2m2", "p2"), ("d2p2", "d2m2"), ("d2p2m2", "d2"), ("d2m2r2", "d2r2")],
 )
 def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_grid):
     size = max(placement("a", grid).grid.size, placement("a", ref_grid).grid.size)
@@ -130,6 +131,16 @@ def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_
         assert set(found) == set(wanted.named_parameters())
         for name, tensor in wanted.named_parameters().items():
             assert torch.equal(found[name], tensor), name
+
+
+def test_copies_of_the_weights_are_written_once(ranks, model_path, tmp_path):
+    save_all(ranks, model_path, "d2m2r2", tmp_path / "c")
+    actors, _, _ = zip(*ranks.run(load, model_path, "d2p2", "d2", str(tmp_path / "c"), 4), strict=True)
+    expected = shard(model_path, None, change=0.1)
+    for _ in range(3):
+        step(expected)
+    for name, tensor in united(actors).items():
+        assert torch.equal(tensor, expected.named_parameters()[name]), name
 
 
 def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):

@@ -33,7 +33,9 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from tests.support.rank_processes import RankProcesses
 
-GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2", "d2m2r2", "d2p2r2")
+GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2", "d2m2r2")
+RARE_GRIDS = ("r2", "d2p2r2")
+ALL_GRIDS = (*GRIDS, *(pytest.param(grid, marks=pytest.mark.release) for grid in RARE_GRIDS))
 OTHER_GRIDS = ("p3", "m4", "p4")
 # eps: a gradient that is zero except for rounding (of the key projection's bias) must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
@@ -103,7 +105,7 @@ class Loss:
 def meshes(_world: int) -> dict[str, ModelMesh | None]:
     placements = [
         ModelPlacement(text, grid := ParallelGrid.parse(text), tuple(range(grid.size)))
-        for text in (*GRIDS, *OTHER_GRIDS)
+        for text in (*GRIDS, *RARE_GRIDS, *OTHER_GRIDS)
     ]
     return {placement.name: ModelMesh.make(placement, "cpu") for placement in placements}
 
@@ -306,12 +308,23 @@ def expected(paths):
     return {name: run_cell(0, "", Cell(paths[model], **settings)) for name, (model, settings) in VARIANTS.items()}
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ALL_GRIDS)
 def test_every_layout_gives_the_same_update(ranks, paths, expected, grid):
     cells = [Cell(paths[model], **settings) for model, settings in VARIANTS.values()]
     for name, outcomes in zip(VARIANTS, run(ranks, grid, cells), strict=True):
         print(grid, name, expected[name].steps, outcomes[-1].steps)
         assert_same_outcome(outcomes, expected[name], grid)
+
+
+def local_elements(rank: int, grid: str, path: str) -> int:
+    return sum(sharding.local_tensor(tensor).numel() for tensor in make_engine(grid, path).named_parameters().values())
+
+
+def test_each_copy_holds_the_weights_once(ranks, paths):
+    ranks.run(make_meshes)
+    (whole,) = ranks.run(local_elements, "", paths["tied"], num_ranks=1)
+    held = ranks.run(local_elements, "d2r2", paths["tied"], num_ranks=4)
+    assert held[0] + held[1] == held[2] + held[3] == whole
 
 
 def test_the_entropy_changes_the_update(expected):
@@ -321,7 +334,7 @@ def test_the_entropy_changes_the_update(expected):
         assert np.abs(with_it[name] - parameter).max() > 1e-4, name
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ALL_GRIDS)
 @pytest.mark.parametrize("unsharded", [False, True])
 def test_gradients_of_parts_add_up_to_the_same_update(ranks, paths, expected, grid, unsharded):
     name = "lm, untied, micro-batches" if unsharded else "lm, tied"

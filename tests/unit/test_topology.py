@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import TrainConfig
-from asyncrl.dataflow.axes import LAYERS, MATRICES, ParallelGrid
+from asyncrl.dataflow.axes import LAYERS, MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import (
@@ -457,3 +457,17 @@ def test_sets_on_the_same_devices_are_one_set():
 def test_devices_that_contradict_each_other_are_refused(text, said):
     with pytest.raises(ValueError, match=said):
         Allocation.parse(text)
+
+
+def test_copies_of_the_weights() -> None:
+    """The ranks of a copy are consecutive, as on one host. The samples are split among all of them."""
+    grid = ParallelGrid.parse("d2m2r3")
+    placement = ModelPlacement("actor", grid, tuple(range(12)))
+    assert (str(grid), grid.size, grid.num_replicas, grid.num_copies, grid.replica_size) == ("d2p1m2r3", 12, 6, 3, 2)
+    assert placement.groups("data", "tensor") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert placement.replicas == tuple((first, first + 1) for first in range(0, 12, 2))
+    assert placement.heads == (0, 2, 4, 6, 8, 10)
+    assert str(placement.shards[7]) == "actor:d1p0m1r1"
+    assert ParallelGrid.parse("d2r1") == ParallelGrid.parse("d2")
+    assert grid.with_parts({SAMPLES: 6}) == ParallelGrid.parse("d6m2")
+    assert grid.only(SAMPLES) == ParallelGrid.parse("d2r3")

@@ -25,6 +25,7 @@ from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import read_object
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.disk import size_text
@@ -143,7 +144,7 @@ def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str,
             continue
         each = sum(resident_bytes(model, config.train.dtype).values())
         held = "weights, gradients and Adam state" if model.trainable else "weights"
-        share = sizes[model.path].num_parameters * each / len(model.workers)
+        share = sizes[model.path].num_parameters * each * ParallelGrid.parse(model.grid).num_copies / len(model.workers)
         remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if device else "")
         side = "training" if config.shares_devices else ""
         yield Part(f"{model.name} ({held})", share, device, remedy, side)
