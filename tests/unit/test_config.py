@@ -76,6 +76,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
         ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),
         ("allocation=transformers.d1m2+d2m2", "the engine transformers runs data parallel only: use d1p1m1"),
+        ("allocation=transformers.d2r2+d1", "d2p1m1r2 generates: r is for training; use d4p1m1 for the same servers"),
         ("allocation=sglang.d1p2+d1", "the engine sglang has no pipeline stages: use d1p1m1"),
         ("allocation=sglang.d1+actor_tran:d2m2", "'actor_tran' is neither an MFC nor a role of this run: did you mean"),
         (

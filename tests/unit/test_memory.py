@@ -46,6 +46,7 @@ def found(config, limits, devices=()):
         (replace(CONFIG, generation=replace(CONFIG.generation, dtype="bfloat16")), 4 * (1000 + CACHE) + 16 * 1000),
         (replace(CONFIG, allocation="sglang.d1+d1"), 4 * (1000 + CACHE) + 16 * 1000),
         (replace(CONFIG, allocation="external.d2+d1"), 16 * 1000),
+        (replace(CONFIG, allocation="external.d2+d2r2"), 2 * 16 * 1000),
         (replace(CONFIG, mode="sync", allocation="d2"), 16 * 1000),
         (replace(CONFIG, mode="rollout_only"), 2 * 4 * (1000 + CACHE)),
         (replace(CONFIG, mode="train_only"), 16 * 1000),

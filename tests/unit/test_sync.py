@@ -100,6 +100,7 @@ def test_sizes_and_doctor_describe_synchronous_generation(config_of):
             ["allocation=actor:d1p1m2"],
             r"cuts it: give actor_gen workers of its own, e.g. actor:d1p1m2\+actor_gen:d1p1m1$",
         ),
+        (["allocation=d2r2"], r"actor_gen runs on one copy of the weights, not d2p1m1r2: leave r out"),
         (["allocation=d2x"], r"'d2x' is not a grid"),
         (
             ["rollout.tasks.default.agent=mine:Agent"],
