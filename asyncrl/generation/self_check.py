@@ -24,6 +24,7 @@ from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
 from asyncrl.protocol.generation import SamplingParams
+from asyncrl.runtime.unix_sockets import folder_of_run
 
 _NEW_TOKENS = 6  # of each request
 _SMALL_PAGE = 8  # tokens; of the engine for a small copy
@@ -90,7 +91,7 @@ async def check_small_copy(
 
     make: makes an engine for a model's folder. Raises ConfigError.
     """
-    with TemporaryDirectory(prefix="asyncrl-self-check-") as folder:
+    with TemporaryDirectory(prefix="asyncrl-self-check-", dir=folder_of_run()) as folder:
         await asyncio.to_thread(save_small_copy, config, Path(folder))
         engine = make(folder, small_engine_config(settings))
         try:

@@ -39,6 +39,7 @@ from asyncrl.model.attention import packed_attention
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.tensor_exchange import workers_of
+from asyncrl.runtime.unix_sockets import folder_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def check_small_copy(config: PreTrainedConfig) -> None:
     Checks nothing if no small copy of the architecture can be made; the check of the loaded model remains. Raises SelfCheckError
     or ConfigError.
     """
-    with TemporaryDirectory(prefix="asyncrl-self-check-") as folder:
+    with TemporaryDirectory(prefix="asyncrl-self-check-", dir=folder_of_run()) as folder:
         try:
             save_small_copy(config, Path(folder))
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way

@@ -61,6 +61,11 @@ def url_of(path: str) -> str:
     return f"http://{path.rpartition('/')[2]}{_DOMAIN}"
 
 
+def folder_of_run() -> str | None:
+    """The run's folder, also for temporary files: the reaper removes it if the run is killed. None: the run has none."""
+    return _folder or None
+
+
 def path_of(host: str) -> str:
     """Inverse of `url_of`, for the host of a URL. Returns "" for any other host."""
     name = host.removesuffix(_DOMAIN)

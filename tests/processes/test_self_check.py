@@ -27,6 +27,7 @@ from asyncrl.architectures.small_copy import WINDOW, longest_window, save_small_
 from asyncrl.cli.architecture_check import Task, check_architecture, judge_architecture
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TrainConfig
+from asyncrl.generation import self_check as generation_check
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
@@ -34,6 +35,7 @@ from asyncrl.model import attention, self_check
 from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import load_config
 from asyncrl.testing.tiny import make_tiny_model
+from tests.support.process_wide import sockets_in
 
 LIMIT_S = 60.0
 SMALL = GenerationConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_running_requests=8)
@@ -334,6 +336,26 @@ async def test_a_window_beyond_the_texts_is_checked_on_a_small_copy(
 
 
 # ----------------------------------------------------------------------------------------------------------- small copies
+
+
+async def test_small_copies_lie_in_the_folder_that_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed in its self-check leaves nothing behind, because the reaper removes the folder."""
+    folders: list[Path] = []
+
+    def stop(_: Any, folder: Path) -> None:
+        folders.append(folder.parent)
+        raise ConfigError("stop")
+
+    config = CONFIG_MAPPING["llama"]()
+    for module in (self_check, generation_check):
+        monkeypatch.setattr(module, "save_small_copy", stop)
+    with sockets_in(str(tmp_path)):
+        self_check.check_small_copy(config)
+        with pytest.raises(ConfigError, match="stop"):
+            await generation_check.check_small_copy(config, SMALL, lambda *_: pytest.fail("no engine is made"))
+    assert folders == [tmp_path, tmp_path]
 
 
 def test_a_small_copy_keeps_each_kind_of_layer_and_shortens_windows() -> None:
