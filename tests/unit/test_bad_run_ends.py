@@ -287,6 +287,21 @@ async def test_the_summary_gives_the_versions_that_an_evaluation_saw(make: MakeM
     assert "greedy 0.500 (versions 0 to 2)" in captured.get()
 
 
+@pytest.mark.parametrize("within_step", [False, True])
+async def test_a_run_that_is_stopped_writes_no_weights_of_an_unfinished_step(
+    make: MakeMaster, caplog: pytest.LogCaptureFixture, *, within_step: bool
+) -> None:
+    """With train.streaming the workers may have taken optimizer steps on the first parts of the next batch."""
+    master = make()
+    master.books.step = 1
+    master.workers.executor.is_within_step = within_step
+    master.leaving.set()
+    assert not await asyncio.wait_for(master.trainer.train(), LIMIT_S)
+    saves = [call for call in master.caller.calls if isinstance(call, SaveCheckpoint)]
+    assert len(saves) == (0 if within_step else 1)
+    assert ("no checkpoint of step 1 is written" in caplog.text) is within_step
+
+
 # --------------------------------------------------------------------------------------------------- weights damaged on disk
 
 
@@ -316,6 +331,16 @@ async def test_an_older_damaged_version_is_not_rewritten(make: MakeMaster) -> No
     damaged = msgspec.structs.replace(ledger(exhausted=True), damaged=V0)
     master.manager.later = {1: damaged}
     await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)
+    assert master.caller.calls == []
+
+
+async def test_a_damaged_version_is_not_rewritten_from_weights_of_an_unfinished_step(make: MakeMaster) -> None:
+    """With train.streaming the workers may have taken optimizer steps on the first parts of the next batch."""
+    master = make()
+    master.workers.executor.is_within_step = True
+    master.manager.later = {1: msgspec.structs.replace(ledger(), damaged=V0)}
+    master.manager.view = ledger(exhausted=True)
+    assert await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S) == ()
     assert master.caller.calls == []
 
 
