@@ -155,8 +155,10 @@ class _Walk:
 
 
 def _converted(value: object, kind: Any, *others: Any) -> Any:
-    """Return a value of another type as the field's only type. Raises ValueError, TypeError, KeyError or OverflowError."""
-    if others or type(value) not in _CONVERTED[kind]:
+    """Return a value of another type as the field's only type, or an int as a float. Raises ValueError, TypeError, KeyError or
+    OverflowError."""
+    is_number = kind is float and type(value) is int
+    if (others and not is_number) or type(value) not in _CONVERTED[kind]:
         raise TypeError
     return _TEXTS_OF_BOOL[value.lower()] if kind is bool and isinstance(value, str) else kind(value)
 

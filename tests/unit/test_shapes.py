@@ -117,6 +117,12 @@ def test_values_become_those_of_their_fields(config_file):
     assert (config.weights.fetch, repr(config.train.ppo.eps_clip), config.train.batch_size) == ("on", "1.0", 8)
 
 
+@pytest.mark.parametrize(("written", "value"), [("0", "0.0"), ("90", "90.0"), ("0.5", "0.5"), ("auto", "'auto'")])
+def test_a_number_of_seconds_or_a_word(config_file, written, value):
+    config_file.write_text(FITTING)
+    assert repr(draft_experiment(config_file, [f"checkpoint.every_s={written}"]).config.checkpoint.every_s) == value
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
