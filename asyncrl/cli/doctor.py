@@ -172,8 +172,8 @@ def _cgroup_values(root: Path, name: str) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------------- disk, files, ports
 
 
-def judge_disk(fileroot: Path, need: int) -> list[Finding]:
-    """Check that fileroot is writable, and that its disk has room for `need` bytes (0: unknown)."""
+def judge_disk(fileroot: Path, need: int, items: str = "") -> list[Finding]:
+    """Check that fileroot is writable, and that its disk has room for `need` bytes (0: unknown). items: what needs them."""
     folder, remedy = existing_parent(fileroot), "set fileroot=... to a folder"
     if not folder.is_dir():
         found = Finding("fileroot", "fail", f"{fileroot}: {folder} is a file", remedy)
@@ -181,15 +181,15 @@ def judge_disk(fileroot: Path, need: int) -> list[Finding]:
         found = Finding("fileroot", "fail", f"{fileroot}: {folder} cannot be written", f"{remedy} that you may write")
     else:
         found = Finding("fileroot", "ok", str(fileroot))
-    return [found, judge_free_bytes(_free_bytes(folder), need, str(folder))]
+    return [found, judge_free_bytes(_free_bytes(folder), need, str(folder), items)]
 
 
-def judge_free_bytes(free: int | None, need: int, place: str) -> Finding:
+def judge_free_bytes(free: int | None, need: int, place: str, items: str = "") -> Finding:
     if free is None:
         return Finding("disk", "warn", f"{place}: its size cannot be read", "see `df`")
     return judge(
         "disk",
-        f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}",
+        f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}{f': {items}' if items else ''}",
         (free < need, "fail", "weights could not be written; set fileroot=... to a larger disk, or make room"),
         (free < max(2 * need, GIB), "warn", "nearly full; make room, or set fileroot=... to a larger disk"),
     )
@@ -494,7 +494,10 @@ MACHINE_CHECKS = (
     _check("packages", lambda _: judge_packages(_requirements(), installed_version)),
     _check("cores", lambda case: [judge_cores(num_cores(), os.getloadavg()[0], computing_threads(case))]),
     _check("memory", check_memory),
-    _check("disk", lambda case: judge_disk(Path(case.config.fileroot).expanduser().absolute(), case.disk_needed)),
+    _check(
+        "disk",
+        lambda case: judge_disk(Path(case.config.fileroot).expanduser().absolute(), case.disk_needed, case.disk_items),
+    ),
     _check("shared memory", lambda case: [judge_shm(_free_bytes(Path("/dev/shm")), len(case.devices))]),
     _check(
         "open files",

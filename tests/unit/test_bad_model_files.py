@@ -14,6 +14,7 @@ from asyncrl.data.model_folder import INDEX, check_shards, weight_map
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.checks import model_files
 from asyncrl.launch.checks.checklist import Case, make_checks
+from asyncrl.launch.checks.disk import items_of, items_text
 from asyncrl.launch.checks.preflight import CHECKS
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
@@ -310,14 +311,30 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
     assert check(with_users_etcd) == 64
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 199))
     with pytest.raises(
-        ConfigError, match=r"199 B are free there, but the run needs 200 B \(weights\.keep \+ 2 times 40 B"
+        ConfigError, match=r"needs 200 B \(weight versions \(weights\.keep \+ 1\): 4 x 40 B; final models: 1 x 40 B\)"
     ):
         check(with_users_etcd, "checkpoint.every_s=0")  # no checkpoints
-    told = (
-        r"needs 560 B \(weights\.keep \+ 2 times 40 B of weights, 3 checkpoints of 120 B.*and checkpoint\.keep_last=1"
-    )
+    told = r"needs 560 B \(weight versions .*: 4 x 40 B; .*; checkpoints .*: 3 x 120 B\).* and checkpoint\.keep_last=1"
     with pytest.raises(ConfigError, match=told):
         check(with_users_etcd)
+
+
+def test_check_states_the_disk_item_by_item(check, tmp_path):
+    """A model of a billion parameters in bfloat16, with recordings."""
+    overrides = ["train.dtype=bfloat16", "record.trajectories=true", "weights.keep=2"]
+    config = load_experiment(tmp_path / "run.yaml", overrides)
+    items = list(items_of(config, 10**9))
+    assert [(item.count, item.num_bytes, item.is_certain) for item in items] == [
+        (3, 2 * 10**9, True),  # weight versions
+        (1, 2 * 10**9, True),  # the final model
+        (3, 12 * 10**9, True),  # checkpoints: weights and two moments in float32
+        (2, 65 * 10**6, True),  # etcd
+        (1, 4 * 10**9, False),  # recordings
+    ]
+    assert "checkpoints (checkpoint.keep_last + 1): 3 x 12.0 GB" in items_text(items)
+    case = make_checks(CHECKS, Case(config)).case
+    (_, disk) = doctor.judge_disk(tmp_path, case.disk_needed, case.disk_items)
+    assert "recorded trajectories (record.max_bytes): at most 4.0 GB" in disk.value
 
 
 def test_what_the_run_holds_already_counts_as_room(check, tmp_path, model, monkeypatch):

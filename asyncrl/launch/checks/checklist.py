@@ -73,6 +73,7 @@ class Case:
     num_parameters: int = 0
     num_prompts: int = 0  # training prompts; train_only: recorded groups to train on; 0: unknown
     disk_needed: int = 0  # bytes that the run is certain to write, beyond those of its old files; 0: none, or unknown
+    disk_items: str = ""  # what these are, for people
 
     @property
     def tokenizer_path(self) -> str:

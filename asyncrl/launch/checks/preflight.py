@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
@@ -42,6 +41,7 @@ from asyncrl.launch.checks.checklist import (
     Case,
     Check,
 )
+from asyncrl.launch.checks.disk import check_room
 from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.checks.model_files import (
     check_end_tokens,
@@ -51,10 +51,10 @@ from asyncrl.launch.checks.model_files import (
     tokenizer_config,
 )
 from asyncrl.launch.checks.prompt_lengths import judge_prompt_lengths
-from asyncrl.launch.program import run_directory, writes_checkpoints
+from asyncrl.launch.program import run_directory
 from asyncrl.launch.recovery import refuse_to_replace
 from asyncrl.protocol.names import ACTOR
-from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
+from asyncrl.runtime.disk import too_few_open_files
 from asyncrl.runtime.interfaces import interfaces_here
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
@@ -71,9 +71,6 @@ _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and
     "tie_word_embeddings",
 )
 _MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
-_FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
-_BLOCK_BYTES = 512  # the unit of st_blocks
-_ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
 
 def _check_model(case: Case) -> None:
@@ -274,45 +271,6 @@ def _check_replay(case: Case) -> None:
     case.num_prompts = plan.num_groups
 
 
-def _check_room(case: Case) -> None:
-    """Check that the run's disk has room for the files that the run is certain to write.
-
-    These are the weight versions kept, one more being written, the final models (the critic and those of train.roles are assumed to
-    be as large as the actor), the checkpoints kept, one more being written, and etcd's log.
-    """
-    config, num_parameters = case.config, case.num_parameters
-    run_dir = run_directory(config)
-    weights = num_parameters * (2 if case.resolved.train.dtype == "bfloat16" else 4)
-    num_trained = 1 + (config.train.critic is not None) + len(config.train.roles)
-    others = 1 + num_trained
-    own_etcd = not config.name_resolve.endpoints
-    needed = (config.weights.keep + others) * weights + (_ETCD_BYTES if own_etcd else 0)
-    recover, num_checkpoints = 0, config.checkpoint.keep_last + 1
-    if writes_checkpoints(config):
-        recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * num_trained
-        needed += num_checkpoints * recover
-    case.disk_needed = needed
-    try:
-        free = shutil.disk_usage(existing_parent(run_dir)).free
-        # Files of earlier attempts count as free space, because the run removes them
-        old = [*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*")]
-        if own_etcd:
-            old += (run_dir / "etcd").rglob("*")
-        old_bytes = sum(file.lstat().st_blocks * _BLOCK_BYTES for file in old)
-    except OSError:  # the launcher reports the error
-        return
-    case.disk_needed = max(needed - old_bytes, 0)
-    free += old_bytes
-    if free < needed:
-        checkpoints = f", {num_checkpoints} checkpoints of {size_text(recover)}" if recover else ""
-        keep_less = "set weights.keep=1" + (" and checkpoint.keep_last=1" if recover else "")
-        raise ConfigError(
-            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, but the run needs {size_text(needed)} (weights.keep "
-            f"+ {others} times {size_text(weights)} of weights{checkpoints}, and etcd's data); free space, use a larger disk, or "
-            f"{keep_less}"
-        )
-
-
 def _check_length(case: Case) -> Iterator[ConfigError]:
     config, limit = case.config, case.model.get("max_position_embeddings")
     if isinstance(limit, int) and config.train.ptx is not None and config.train.ptx.max_length > limit:
@@ -455,7 +413,7 @@ CHECKS = (
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
     Check("etcd", _check_name_resolve, reads=("name_resolve",)),
     Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
-    Check("disk space", _check_room, needs=(WEIGHTS, FIELDS)),
+    Check("disk space", check_room, needs=(WEIGHTS, FIELDS)),
     Check("wandb", _check_wandb, reads=("wandb",)),
     Check(
         "the run's folder",
