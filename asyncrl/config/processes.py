@@ -169,6 +169,8 @@ class RecorderConfig:
     store_capacity: int
     call_timeout_s: float
     max_bytes: int
+    words: list[str] = field(default_factory=list)  # train.words
+    max_words_bytes: int = 1_000_000  # train.max_words_bytes
 
 
 @dataclass(frozen=True)
@@ -233,3 +235,5 @@ class RolloutWorkerConfig:
     heartbeat_s: float
     dense_rewards: bool = False  # train.dense_rewards
     branches: bool = False  # train.branches
+    words: list[str] = field(default_factory=list)  # train.words
+    max_words_bytes: int = 1_000_000  # train.max_words_bytes

@@ -419,6 +419,11 @@ class TrainConfig:
     # Groups of agents with agent_args.trained=all: trajectories carry the session of each sequence (`sessions`), and each session
     # counts once in its group's baseline. false: such a group rejects its prompt
     branches: bool = False
+    # Strings and objects that every trajectory carries: keys words_NAME (one for each response) and prompt_words_NAME (one for the
+    # group). The rollout worker adds words_completion, prompt_words_prompt, prompt_words_answer and prompt_words_row; an agent
+    # sets all others
+    words: list[str] = field(default_factory=list)
+    max_words_bytes: int = limited(1_000_000, at_least=1)  # of all words of a group, as JSON
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one

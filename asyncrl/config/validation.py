@@ -341,6 +341,16 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
                 "train.branches",
                 "needs an agent, and mode=sync has none; set it to false, or use mode=async",
             ),
+            (
+                mode.workers_generate and bool(train.words),
+                "train.words",
+                "rollout workers add them, and mode=sync has none; leave it empty, or use mode=async",
+            ),
+            (
+                not all(key.startswith(("words_", "prompt_words_")) for key in train.words),
+                "train.words",
+                "names of keys with words begin with words_ (one for each response) or prompt_words_ (one for the group)",
+            ),
         ),
     )
     if not mode.has_detached_groups:

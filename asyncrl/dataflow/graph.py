@@ -11,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
+from asyncrl.data.sequence import is_words
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
@@ -92,14 +93,16 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
     """The keys that every trajectory of a run carries."""
     dense = (DENSE_REWARDS,) if train.dense_rewards else ()
-    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()))
+    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()), *train.words)
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     """The graph of these MFCs without the generate node: the MFCs that process existing trajectories."""
     kept = [mfc for mfc in mfcs if mfc.kind != "generate"]
-    is_made = any(DENSE_REWARDS in mfc.output_keys for mfc in kept)
-    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, *(() if is_made else (DENSE_REWARDS,))))
+    made = {key for mfc in kept for key in mfc.output_keys}
+    words = {key for mfc in kept for key in mfc.input_keys if is_words(key)} - made
+    dense = () if DENSE_REWARDS in made else (DENSE_REWARDS,)
+    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, *dense, *sorted(words)))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:

@@ -202,6 +202,8 @@ class _Run:
             store_capacity=self.store_capacity,
             call_timeout_s=self.train.call_timeout_s,
             max_bytes=config.record.max_bytes,
+            words=config.train.words,
+            max_words_bytes=config.train.max_words_bytes,
         )
 
     def master(self) -> MasterWorkerConfig:
@@ -272,6 +274,8 @@ class _Run:
             heartbeat_s=config.manager.heartbeat_s,
             dense_rewards=config.train.dense_rewards,
             branches=config.train.branches,
+            words=config.train.words,
+            max_words_bytes=config.train.max_words_bytes,
         )
 
     def replayer(self) -> ReplayerConfig:

@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.protocol.trajectories import TrajectoryMeta
 
-Reader = Callable[[Sequence[str], str], Awaitable[list[list[list[float]]]]]
+Reader = Callable[[Sequence[str], str], Awaitable[list[list[Any]]]]
 MOST_READ = 1_000_000  # tokens whose values `Batch.read` returns: the master holds them as Python numbers
 
 
@@ -93,9 +93,11 @@ class Batch:
         """The number of the step, as in the metrics: the step from version 0 is the first."""
         return self.version + 1
 
-    async def read(self, key: str) -> list[list[list[float]]]:
-        """The values of a key, by group and sequence, as lists of numbers. Waits for the calls that make them. Raises ValueError
-        if a group lacks the key, or if the values are more than MOST_READ."""
+    async def read(self, key: str) -> list[list[Any]]:
+        """The values of a key, by group and sequence, as lists of numbers; of a key with words the strings and objects.
+
+        Waits for the calls that make them. Raises ValueError if a group lacks the key, or if the values are more than MOST_READ.
+        """
         makers = self.makers(key)
         if (num_tokens := sum(map(sum, self.lengths))) > MOST_READ:
             raise ValueError(
@@ -105,6 +107,18 @@ class Batch:
             call.is_used = True
             await call.made.wait()
         return await self._read(self.ids, key)
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """Facts of the whole batch, as in verl's DataProto: `version`, `step`, `num_groups`, `num_sequences`, `num_tokens`."""
+        lengths = self.lengths
+        return {
+            "version": self.version,
+            "step": self.step,
+            "num_groups": len(self),
+            "num_sequences": sum(map(len, lengths)),
+            "num_tokens": sum(map(sum, lengths)),
+        }
 
     @property
     def lengths(self) -> list[list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
@@ -140,7 +141,7 @@ class PartOfStep:
             plans.append(self._plan(self._only(self._came_to, groups), list(keys)))
         return self._send([step for plan in plans for step in plan])
 
-    async def read(self, ids: Sequence[str], key: str) -> list[list[list[float]]]:
+    async def read(self, ids: Sequence[str], key: str) -> list[list[Any]]:
         """Return the values of a key by id and sequence, from workers of the trainer group. Raises ValueError if the key is missing
         in this step."""
         if key in self.missing:

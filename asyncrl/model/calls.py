@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import EMA, REF
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import SequenceSample, is_words
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
 from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import TRAIN_MFC, steps_early
@@ -293,9 +293,11 @@ class Calls:
         entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
         recorder.record_nowait(body.version, len(batch), entries)
 
-    def _values(self, body: ReadValues) -> list[list[list[float]]]:
+    def _values(self, body: ReadValues) -> list[list[Any]]:
         found = self.store.select(body.ids, [body.key])
         assert found is not None
+        if is_words(body.key):
+            return found.words(body.key)
         return [[sequence.tolist() for sequence in group] for group in found.slices(body.key)]
 
     def _save_batch(self, body: SaveBatch) -> int:

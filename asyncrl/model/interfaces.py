@@ -46,6 +46,7 @@ from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
 from asyncrl.data.sequence import SequenceSample, spec_of
+from asyncrl.data.words import words_error
 from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.statistics import merge_stats
@@ -501,7 +502,10 @@ class FunctionInterface(Interface):
                 f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample with the ids of its input and the keys "
                 f"{list(self.mfc.output_keys)}; missing {missing}"
             )
-        return result.select_keys(self.mfc.output_keys), stats
+        result = result.select_keys(self.mfc.output_keys)
+        if error := words_error(result, self.train.max_words_bytes):
+            raise ValueError(f"MFC {self.mfc.name!r}: {error}")
+        return result, stats
 
 
 def _nothing(keys: Sequence[str]) -> SequenceSample:

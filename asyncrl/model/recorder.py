@@ -23,6 +23,7 @@ from asyncrl.data.trajectories import (
     recording_dir,
     tokenizer_fingerprint,
 )
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, WriteWeights
@@ -67,7 +68,12 @@ class Recorder(Worker):
             self.incarnation,
             DataStore(config.store_capacity),
             head=0,
-            check=partial(trajectory_error, limits=ModelLimits.of(config.model_path)),
+            check=partial(
+                trajectory_error,
+                limits=ModelLimits.of(config.model_path),
+                keys=(*TRAJECTORY_KEYS, *config.words),
+                max_words_bytes=config.max_words_bytes,
+            ),
             verdict_limit_s=config.call_timeout_s,
             services=self.services,
         )

@@ -18,6 +18,7 @@ import numpy as np
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample, decode_sample
+from asyncrl.data.words import words_error
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.fence import Fence
@@ -191,11 +192,16 @@ class TrajectoryReceiver:
 
 
 def trajectory_error(
-    meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits, keys: Sequence[str] = TRAJECTORY_KEYS
+    meta: TrajectoryMeta,
+    sample: SequenceSample,
+    *,
+    limits: ModelLimits,
+    keys: Sequence[str] = TRAJECTORY_KEYS,
+    max_words_bytes: int = 0,
 ) -> str:
     """Return the error of a trajectory: its metadata contradict its tensors, or its content would break training. "": no error.
 
-    keys: the keys that it must have.
+    keys: the keys that it must have.  max_words_bytes: train.max_words_bytes.
     """
     missing = [key for key in keys if key not in sample.keys]
     if missing:
@@ -228,4 +234,6 @@ def trajectory_error(
         return "not_finite: logprobs or rewards"
     if (highest := sample.data["packed_logprobs"].max()) > MAX_LOGPROB:
         return f"bad_logprobs: up to {highest:g}; a logprob is never above 0"
+    if error := words_error(sample, max_words_bytes):
+        return f"bad_words: {error}"
     return ""

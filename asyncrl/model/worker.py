@@ -173,7 +173,12 @@ class ModelWorker(Worker):
             self.incarnation,
             store,
             head=self._first.heads.index(index),
-            check=partial(trajectory_error, limits=limit, keys=trajectory_keys(config.train)),
+            check=partial(
+                trajectory_error,
+                limits=limit,
+                keys=trajectory_keys(config.train),
+                max_words_bytes=config.train.max_words_bytes,
+            ),
             verdict_limit_s=config.train.call_timeout_s,
             services=self.services,
         )

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import TrainConfig
-from asyncrl.data.sequence import SequenceSample, spec_of
+from asyncrl.data.sequence import SequenceSample, is_words, spec_of
 from asyncrl.dataflow.axes import LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC
 from asyncrl.dataflow.mfc import MFCDef
@@ -346,9 +346,11 @@ def sample_of(minibatches: Sequence[Sequence[int]], keys: Sequence[str]) -> Sequ
     return SequenceSample.from_groups([str(number) for number in range(len(groups))], groups)
 
 
-def _values(key: str, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
+def _values(key: str, lengths: Sequence[int]) -> Any:
     spec = spec_of(key)
     dtype, per_token = (spec.dtype, spec.layout == "token") if spec is not None else (np.dtype("float32"), True)
+    if is_words(key):
+        return "" if spec is not None and spec.layout == "prompt" else [""] * len(lengths)
     arrays = [np.zeros(length if per_token else 1, dtype) for length in lengths]
     for array in arrays if key in _TRAINED else ():
         array[1:] = 1

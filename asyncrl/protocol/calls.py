@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -262,5 +262,5 @@ class CallResult(Struct, frozen=True, kw_only=True):
     flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
-    values: list[list[list[float]]] = []  # ReadValues: by id, by sequence
+    values: list[list[Any]] = []  # ReadValues: by id, by sequence: a list of numbers, or the value of a key with words
     state: dict[str, float] = {}  # an MFC, from heads: the state of its function after the call

@@ -213,9 +213,11 @@ def complete_sample(
     birth_time: float,
     dense_rewards: bool = False,
     branches: bool = False,
+    words: Sequence[str] = (),
 ) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
+    words: train.words, which the agent may set.
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
     branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
@@ -228,7 +230,7 @@ def complete_sample(
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    unread = [key for key in sample.data if spec_of(key) is not None and key not in TRAJECTORY_KEYS]
+    unread = [key for key in sample.data if spec_of(key) is not None and key not in (*TRAJECTORY_KEYS, *words)]
     if DENSE_REWARDS in unread and dense_rewards:
         unread.remove(DENSE_REWARDS)
     if SESSIONS in unread and branches:
@@ -246,7 +248,7 @@ def complete_sample(
     if unread:
         raise ValueError(
             f"an agent's sample has the keys {unread}, which an agent must not set; leave them out and put the reward into "
-            "`rewards`, or compute them with an MFC of train.mfcs"
+            "`rewards`, compute them with an MFC of train.mfcs, or list words in train.words"
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
         raise ValueError("an agent's sample has a sequence without a sampled token")

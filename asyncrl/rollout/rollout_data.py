@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
+from asyncrl.data.words import add_words, words_error
 from asyncrl.rewards.trajectory import complete_sample, session_summary, summary_of
 from asyncrl.runtime.journal import BackgroundJournal
 
@@ -21,11 +23,15 @@ class RolloutData:
     summary = staticmethod(summary_of)
     session_summary = staticmethod(session_summary)
     encode = staticmethod(encode_sample)
+    _words: Sequence[str] = ()
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         """Raises ConfigError if the tokenizer has no EOS token."""
         seed = config.worker.seed
-        self.complete = partial(complete_sample, dense_rewards=config.dense_rewards, branches=config.branches)
+        self._words, self._max_words_bytes = config.words, config.max_words_bytes
+        self.complete = partial(
+            complete_sample, dense_rewards=config.dense_rewards, branches=config.branches, words=config.words
+        )
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -35,6 +41,15 @@ class RolloutData:
         self.prompts = PromptSource(config.prompts, self.tokenizer, seed)
         self.eval_prompts = PromptSource(config.eval_prompts, self.tokenizer, seed) if config.eval_prompts else None
         self._journal = Path(config.worker.run_dir) / "journal" / f"rollout_worker_{config.worker.index}.jsonl"
+
+    def add_words(self, sample: SequenceSample, prompt: Prompt) -> SequenceSample:
+        """Return the sample with all words of train.words. Raises ValueError if some are missing, too large or no JSON."""
+        if not self._words:
+            return sample
+        sample = add_words(sample, self._words, prompt, self.tokenizer)
+        if error := words_error(sample, self._max_words_bytes):
+            raise ValueError(error)
+        return sample
 
     def journal(self) -> BackgroundJournal:
         return BackgroundJournal(self._journal)

@@ -181,7 +181,7 @@ _MAX_DETAIL_CHARS = 400  # length of the detail in a report about a rollout with
 _CANCEL_LIMIT_S = 5.0  # for a cancelled agent to end
 _MAX_LEFT_BEHIND = 64  # cancelled agents that have not ended; at this number every further rollout is rejected
 # Reasons of a head to refuse a trajectory because of its content (model/trajectory_receiver.py). A retry would be refused again.
-_BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
+_BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite", "bad_words"})
 
 
 class Rollouts:
@@ -222,6 +222,7 @@ class Rollouts:
             sample = self._data.complete(
                 sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
             )
+            sample = self._data.add_words(sample, prompt)
             summary, judged = self._data.summary(sample), self._data.session_summary(sample)
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
