@@ -160,6 +160,7 @@ FEATURES: dict[str, Feature] = {
     "dense_rewards": Feature({"dense_rewards": True}),
     "several sequences of a session": Feature({"branches": True, "ppo.baseline": "group_mean"}),
     "function of a user": Feature({"mfcs": [f"{HERE}:bonus"]}),
+    "words that a function reads": Feature({"words": ["words_bonus"], "mfcs": [f"{HERE}:bonus_in_words"]}),
     "model of a user that is trained": Feature(
         {"roles": {"judge": RoleConfig("", "lm", OPTIMIZER)}, "mfcs": [f"{HERE}:Imitate"]}
     ),
@@ -192,6 +193,7 @@ LEFT_OUT = {
             "which groups are a part; the parts here are given",
         ),
         "extra_train_keys": "an order of calls",
+        "max_words_bytes": "a limit",
         "wait_for_full_lag": "which groups",
         **dict.fromkeys(["keep_bad_batches", "max_skipped_steps"], "what follows a skipped step"),
         **dict.fromkeys(["call_timeout_s", "missing_after_s", "data_timeout_s"], "limits of waits"),
@@ -228,6 +230,13 @@ async def in_chunks(models: Any, batch: Any) -> None:
 def bonus(engine: Any, sample: Any, train: Any) -> Any:
     bonus_T = 0.01 * sample.data["loss_mask"] * sample.data["packed_input_ids"]
     return sample.derive({"dense_rewards": bonus_T.astype(np.float32)})
+
+
+@mfc(input_keys=["loss_mask", "words_bonus"], output_keys=["dense_rewards"])
+def bonus_in_words(engine: Any, sample: Any, train: Any) -> Any:
+    parts = zip(sample.slices("loss_mask"), sample.words("words_bonus"), strict=True)
+    bonus = [mask * words["per token"] for masks, found in parts for mask, words in zip(masks, found, strict=True)]
+    return sample.derive({"dense_rewards": np.concatenate([*bonus, []]).astype(np.float32)}, like="loss_mask")
 
 
 def _imitate() -> Any:
@@ -333,7 +342,7 @@ def make_models(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("\n".join(lines))
 
 
-def make_batch(version: int, *, dense: bool, branches: bool, broken: bool) -> SequenceSample:
+def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken: bool) -> SequenceSample:
     random = np.random.default_rng(version)
     groups = []
     for number in range(NUM_GROUPS):
@@ -356,6 +365,8 @@ def make_batch(version: int, *, dense: bool, branches: bool, broken: bool) -> Se
             group["dense_rewards"] = [random.normal(0, 0.1, len(mask)).tolist() for mask in masks]
         if branches:  # the sequences of every second group are of one session
             group["sessions"] = [0, number % 2]
+        if words:
+            group["words_bonus"] = [{"per token": float(random.normal(0, 0.1))} for _ in masks]
         groups.append(group)
     return SequenceSample.from_groups([f"s{version}g{number}" for number in range(NUM_GROUPS)], groups)
 
@@ -573,6 +584,7 @@ async def _step(
         version,
         dense=config.train.dense_rewards,
         branches=config.train.branches,
+        words=bool(config.train.words),
         broken=any(feature.broken for feature in features),
     )
     for number, (ticket, sample) in enumerate(zip(batch.ids, batch.unpack(), strict=True)):

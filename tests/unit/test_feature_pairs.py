@@ -42,6 +42,7 @@ QUICK = [
     ("advantages on a CPU worker", "actor_inf missing"),
     ("shared devices", "ema"),
     ("step function in chunks", "ptx"),
+    ("streaming", "words that a function reads"),
 ]
 
 
