@@ -520,8 +520,8 @@ class CheckpointConfig:
     # Write a checkpoint every N steps, epochs or seconds; 0: not by this count
     every_steps: int = limited(0, at_least=0)
     every_epochs: int = limited(0, at_least=0)  # the same by epochs
-    # The same by seconds. auto: 600; after a checkpoint that took long to write, 50 times as long as that, at most 7200, so that
-    # writing takes at most 2 % of the time
+    # The same by seconds. auto: 600; after a checkpoint that took longer than 12 s to write, 50 times as long as that (2 % of the
+    # time), at most 7200
     every_s: float | str = ruled(AUTO, _PERIOD)
     keep_last: int = limited(2, at_least=1)  # newest checkpoints that are kept
     # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) has at most this long to finish its step and write a
