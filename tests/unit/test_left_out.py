@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig
@@ -15,6 +16,7 @@ from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.launch.supervisor.external_process import ExternalProcess
 from asyncrl.protocol.status import WorkerStatus
+from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.interface import WatchEvent
 
 NAME = "rollout_worker/0"
@@ -71,6 +73,9 @@ def test_a_process_can_be_stopped_and_is_then_seen_to_be_gone(left_out: External
     command = [sys.executable, "-c", "import time; time.sleep(600)", str(left_out.config_path)]
     with subprocess.Popen(command) as process:
         try:
+            # The system sets the command line shortly after Popen has returned
+            shown = psutil.Process(process.pid)
+            assert wait_until(lambda: str(left_out.config_path) in shown.cmdline(), limit_s=60.0, every_s=0.01)
             left_out.observe(put("running", pid=process.pid))
             left_out.turn()
             process.send_signal(signal.SIGSTOP)  # it must not end before is_gone is read
