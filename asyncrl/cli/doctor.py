@@ -187,9 +187,10 @@ def judge_disk(fileroot: Path, need: int, items: str = "") -> list[Finding]:
 def judge_free_bytes(free: int | None, need: int, place: str, items: str = "") -> Finding:
     if free is None:
         return Finding("disk", "warn", f"{place}: its size cannot be read", "see `df`")
+    needed = f", about {size_text(need)} needed" if need else ""
     return judge(
         "disk",
-        f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}{f': {items}' if items else ''}",
+        f"{size_text(free)} free under {place}{needed}{f' ({items})' if items else ''}",
         (free < need, "fail", "weights could not be written; set fileroot=... to a larger disk, or make room"),
         (free < max(2 * need, GIB), "warn", "nearly full; make room, or set fileroot=... to a larger disk"),
     )

@@ -170,7 +170,7 @@ class RecorderConfig:
     call_timeout_s: float
     max_bytes: int
     words: list[str] = field(default_factory=list)  # train.words
-    max_words_bytes: int = 1_000_000  # train.max_words_bytes
+    max_words_bytes: int = 0  # train.max_words_bytes
 
 
 @dataclass(frozen=True)
@@ -236,4 +236,4 @@ class RolloutWorkerConfig:
     dense_rewards: bool = False  # train.dense_rewards
     branches: bool = False  # train.branches
     words: list[str] = field(default_factory=list)  # train.words
-    max_words_bytes: int = 1_000_000  # train.max_words_bytes
+    max_words_bytes: int = 0  # train.max_words_bytes

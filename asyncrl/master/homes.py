@@ -131,9 +131,8 @@ class InDetachedGroup(Home):
         self._on_missing = on_missing(hooks.train, mfc.role) if mfc.has_model else "wait"
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
         self._tracker = tracker
-        self._earlier: list[
-            ExecuteMFC
-        ] = []  # calls of the step with a state or statistics, which add up at the workers
+        # Calls of the step with a state or statistics, which add up at the workers
+        self._earlier: list[ExecuteMFC] = []
         self._caught_up = -1  # the incarnation that has executed them
 
     async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:

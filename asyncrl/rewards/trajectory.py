@@ -230,11 +230,8 @@ def complete_sample(
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    unread = [key for key in sample.data if spec_of(key) is not None and key not in (*TRAJECTORY_KEYS, *words)]
-    if DENSE_REWARDS in unread and dense_rewards:
-        unread.remove(DENSE_REWARDS)
-    if SESSIONS in unread and branches:
-        unread.remove(SESSIONS)
+    read = {*TRAJECTORY_KEYS, *words, *((DENSE_REWARDS,) if dense_rewards else ()), *((SESSIONS,) if branches else ())}
+    unread = [key for key in sample.data if spec_of(key) is not None and key not in read]
     if unread == [SESSIONS]:
         raise ValueError(
             "an agent's sample has several sequences of a session (`sessions`); set train.branches=true, or agent_args.trained to "
@@ -295,12 +292,11 @@ def summary_of(sample: SequenceSample) -> GroupSummary:
     )
 
 
-def session_summary(sample: SequenceSample) -> GroupSummary:
-    """The summary with one entry for each session: its last sequence, with the mean reward of its sequences.
+def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSummary:
+    """The summary of the sample with one entry for each session: its last sequence, with the mean reward of its sequences.
 
     Filters of groups and evaluations read it, so that a session counts once, whatever its number of sequences.
     """
-    summary = summary_of(sample)
     if SESSIONS not in sample.data:
         return summary
     _, of_S, count_K = np.unique(sample.data[SESSIONS], return_inverse=True, return_counts=True)

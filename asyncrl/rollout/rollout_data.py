@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ class RolloutData:
     summary = staticmethod(summary_of)
     session_summary = staticmethod(session_summary)
     encode = staticmethod(encode_sample)
-    _words: Sequence[str] = ()
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         """Raises ConfigError if the tokenizer has no EOS token."""

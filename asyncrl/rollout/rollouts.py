@@ -223,7 +223,8 @@ class Rollouts:
                 sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
             )
             sample = self._data.add_words(sample, prompt)
-            summary, judged = self._data.summary(sample), self._data.session_summary(sample)
+            summary = self._data.summary(sample)
+            judged = self._data.session_summary(sample, summary)
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":

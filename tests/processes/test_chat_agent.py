@@ -479,7 +479,7 @@ async def test_all_sequences_of_the_sessions_are_trained(
     made = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, branches=True)
     assert made.data["sessions"].tolist() == [0, 1, 1, 2, 2, 2]
     assert made.data["rewards"].tolist() == rewards
-    assert session_summary(made).rewards == of_sessions
+    assert session_summary(made, summary_of(made)).rewards == of_sessions
     masked = zip(*map(lambda key: made.slices(key)[0], KEYS), strict=True)
     assert [TOKENIZER.decode(ids[mask])[:3] for ids, mask in masked] == ["0 0", "1 0", "1 1", "2 0", "2 1", "2 2"]
     with pytest.raises(ValueError, match=r"set train\.branches=true"):

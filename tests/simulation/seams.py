@@ -160,7 +160,6 @@ class SimRolloutData(RolloutData):
     sample_type = processes.SimSample
     complete = staticmethod(processes.complete_sample)  # type: ignore[assignment]
     summary = staticmethod(processes.summary_of)  # type: ignore[assignment]
-    session_summary = staticmethod(processes.summary_of)  # type: ignore[assignment]
     encode = staticmethod(processes.encode_sample)  # type: ignore[assignment]
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
@@ -169,6 +168,13 @@ class SimRolloutData(RolloutData):
         self.eos_token_id = self.tokenizer.eos_token_id
         self.prompts = processes.SimPrompts(config.prompts)  # type: ignore[assignment]
         self.eval_prompts = processes.SimPrompts(config.eval_prompts) if config.eval_prompts else None  # type: ignore[assignment]
+
+    def add_words(self, sample: Any, prompt: Any) -> Any:
+        return sample
+
+    @staticmethod
+    def session_summary(sample: Any, summary: Any) -> Any:
+        return summary
 
     def journal(self) -> Any:
         return _Journal(Path(f"rollout_worker_{self._config.worker.index}.jsonl"))
