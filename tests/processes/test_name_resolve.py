@@ -423,9 +423,6 @@ def test_invalid_leases(names: NameResolver, ttl_s: float, lease_id: int | None)
 def test_open_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="needs a list"):
         open_name_resolver(NameResolveConfig(endpoints=[]))
-    for endpoint in ("http://x:1", "memory://", "memory://space"):
-        with pytest.raises(ValueError, match=rf"name_resolve\.endpoints has '{endpoint}'; write host:port"):
-            open_name_resolver(NameResolveConfig(endpoints=[endpoint]))
 
 
 def test_memory_spaces_are_apart(root: str) -> None:

@@ -36,14 +36,6 @@ class EtcdNameResolver(NameResolver):
         super().__init__()
         if isinstance(endpoints, str) or not endpoints:
             raise ValueError(f"name_resolve.endpoints is {endpoints!r}; etcd needs a list of host:port")
-        for endpoint in endpoints:
-            host, _, port = endpoint.rpartition(":")
-            if endpoint.startswith("unix:/"):
-                continue
-            if not (host and port.isdecimal()) or "//" in host:
-                raise ValueError(f"name_resolve.endpoints has {endpoint!r}; write host:port, such as 127.0.0.1:2379")
-        if not timeout_s > 0:
-            raise ValueError(f"name_resolve.timeout_s is {timeout_s!r}; it must be positive")
         self._store = EtcdStore(endpoints, timeout_s, self._closed, access)
         try:
             store_id, _ = self._store.read_store_id(open_limit_s)  # fail here, not at the first use
