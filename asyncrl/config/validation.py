@@ -474,6 +474,8 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
             if mode.workers_generate and (spec := getattr(task, kind)):
                 only = f"mode=sync supports only tasks of one response with a reward function: set only {place}.reward"
                 yield f"{place}.{kind}", spec, f"{only}, or use mode=async"
+        if task.agent_args.get("trained") == "all" and not config.train.branches:
+            yield f"{place}.agent_args.trained", "all", "a session may have several sequences; set train.branches=true"
         # Every turn of a rollout has the template arguments of its prompt, so an agent may not have others
         own = task.agent_args.get("chat_template_args")
         for source in ("prompts", "eval.prompts"):
