@@ -2,7 +2,7 @@
 # Set everything up, then lint, type-check and test:
 #   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode
 #   bash launcher/run_tests.sh --ci                also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks, more runs
-#   bash launcher/run_tests.sh --ci unit mypy      only these parts of it, as the jobs of .github/workflows/ci.yml do
+#   bash launcher/run_tests.sh --ci chaos mypy     only these parts of it, as the jobs of .github/workflows/ci.yml do
 #   bash launcher/run_tests.sh --all               all tests: also the long ones (marked `release`), and all seeds of the oracle
 #   bash launcher/run_tests.sh tests/unit -k ppo   only pytest, with these arguments
 set -euo pipefail
@@ -30,17 +30,18 @@ cd "$ASYNCRL_ROOT"
 bash launcher/setup_sandbox.sh || true # if it fails, tests/processes/test_sandbox.py fails and names what is missing
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-# The parts, the longest first. Two run at a time. tests/processes has three parts, so that both cores stay busy until the end.
+# The parts, the longest first. Two run at a time. Large folders have several parts, so that both cores stay busy until the end.
+units=('unit/test_[a-l]*' 'unit/test_[m-z]*')
 processes=('processes/test_[a-f]*' 'processes/test_[g-m]*' 'processes/test_[n-z]*')
 case "$tier" in
 "")
-    parts=(unit "${processes[@]}" end_to_end mypy)
-    export ASYNCRL_TEST_MARKS="not full and not alone and not release"
-    echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
+    parts=("${units[@]}" "${processes[@]}" end_to_end mypy)
+    export ASYNCRL_TEST_MARKS="not full and not alone and not release and not oracle"
+    echo "== left out (--all has it): another user of this machine (needs root), long files (CONTRIBUTING.md), SGLang, Slurm, hosts, chaos, fuzz, the oracle"
     ;;
 --ci | --all)
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
-    parts=(end_to_end benchmarks "${processes[@]}" sglang oracle unit chaos slurm hosts fuzz mypy gpu)
+    parts=(end_to_end benchmarks "${processes[@]}" sglang oracle "${units[@]}" chaos slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
     shift
     [ $# = 0 ] || parts=("$@")
@@ -57,7 +58,7 @@ echo "== set up after $((SECONDS - began)) s"
 # Run one part. Each line of its output begins with the part's name. $ASYNCRL_TEST_LOGS keeps the output of failed parts.
 test_part() {
     set -o pipefail
-    local began=$SECONDS status=0 command log="$ASYNCRL_TEST_LOGS/${1##*/}"
+    local began=$SECONDS status=0 command log="$ASYNCRL_TEST_LOGS/${1//\//.}"
     case "$1" in
     mypy) command=(-m mypy) ;;
     oracle) command=(tests/oracle/check.py ${ASYNCRL_ORACLE_SEEDS:+--seeds "$ASYNCRL_ORACLE_SEEDS"}) ;;

@@ -7,36 +7,62 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Files of tests/processes that only the tiers --ci and --all run: each takes long, or tests on a larger scale what other files test
-LONG_PROCESSES = (
-    "test_bad_batches.py",
-    "test_broadcast_fleet.py",
-    "test_closed_streams.py",
-    "test_debug.py",
-    "test_etcd_access.py",
-    "test_etcd_cluster.py",
-    "test_etcd_outages.py",
-    "test_example_copies.py",
-    "test_families.py",
-    "test_family_table.py",
-    "test_fetching_fleet.py",
-    "test_hanging_run.py",
-    "test_host_daemon.py",
-    "test_logprob_reference.py",
-    "test_mfcs_on_engines.py",
-    "test_parallel_engine.py",
-    "test_plan.py",
-    "test_plan_command.py",
-    "test_rank_processes.py",
-    "test_reallocate.py",
-    "test_rollout_generation.py",
-    "test_routing_by_load.py",
-    "test_same_update.py",
-    "test_scanner.py",
-    "test_self_check.py",
-    "test_space.py",
-    "test_stacks.py",
-)
+# Files of tests/processes and tests/unit that only the tiers --ci and --all run: each takes long, or tests on a larger scale what
+# other files test
+LONG_FILES = {
+    "processes": (
+        "test_bad_batches.py",
+        "test_bad_rollouts.py",
+        "test_broadcast.py",
+        "test_broadcast_fleet.py",
+        "test_checkpoint.py",
+        "test_closed_streams.py",
+        "test_debug.py",
+        "test_environment.py",
+        "test_etcd_access.py",
+        "test_etcd_cluster.py",
+        "test_etcd_outages.py",
+        "test_example_copies.py",
+        "test_export.py",
+        "test_families.py",
+        "test_family_table.py",
+        "test_fetching_fleet.py",
+        "test_fork_server.py",
+        "test_hanging_run.py",
+        "test_host_daemon.py",
+        "test_launcher.py",
+        "test_logprob_reference.py",
+        "test_manager_http.py",
+        "test_mfcs_on_engines.py",
+        "test_mismatch.py",
+        "test_parallel_engine.py",
+        "test_plan.py",
+        "test_plan_command.py",
+        "test_rank_processes.py",
+        "test_reallocate.py",
+        "test_rollout_generation.py",
+        "test_routing_by_load.py",
+        "test_same_update.py",
+        "test_sandbox.py",
+        "test_scanner.py",
+        "test_self_check.py",
+        "test_space.py",
+        "test_stacks.py",
+        "test_verified_updates.py",
+    ),
+    "unit": (
+        "test_bad_disk.py",
+        "test_bad_model_files.py",
+        "test_faults.py",
+        "test_init.py",
+        "test_math_example.py",
+        "test_math_reward.py",
+        "test_plot.py",
+        "test_scripts.py",
+        "test_site.py",
+        "test_wandb_writer.py",
+    ),
+}
 LAUNCHERS = pytest.StashKey()  # of ForkedLaunchers
 # These files have the whole runs of the fast tier, which cover each mode: async; rollout_only and train_only; sync. All other whole
 # runs belong to the tiers --ci and --all, and those marked `release` only to --all.
@@ -47,7 +73,7 @@ def pytest_collection_modifyitems(items):
     has_gpu = Path("/dev/nvidia0").exists()
     for item in items:
         folder, *_, name = item.path.relative_to(TESTS).parts
-        if (folder == "end_to_end" and name not in FAST_RUNS) or (folder == "processes" and name in LONG_PROCESSES):
+        if (folder == "end_to_end" and name not in FAST_RUNS) or name in LONG_FILES.get(folder, ()):
             item.add_marker("full")
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))

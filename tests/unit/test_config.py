@@ -154,7 +154,10 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.dtype=float16", "train.dtype='float16': did you mean 'bfloat16'"),
         ("generation.max_batch_tokens=8", "each running request takes one token of every"),
         ("rollout.tasks.other.agent_args={a: 1}", "needs a reward function or an env"),
-        ("rollout.tasks.default.agent_args={trained: all}", "agent_args.trained='all': a session may have several sequences"),
+        (
+            "rollout.tasks.default.agent_args={trained: all}",
+            "agent_args.trained='all': a session may have several sequences",
+        ),
         ("rollout.tasks.default.reward=reward", "write package.module:name or path/to/file.py:name"),
         ("model_path=''", "model_path='': is required"),
         ("prompts.system_prompt=hello", "prompts.system_prompt='hello': needs prompts.chat_template=true"),

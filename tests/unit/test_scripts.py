@@ -17,7 +17,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROCESSES = [f"processes/test_{letters}*" for letters in ("[a-f]", "[g-m]", "[n-z]")]
+# Parts of large folders
+PARTS = [
+    *(f"unit/test_{letters}*" for letters in ("[a-l]", "[m-z]")),
+    *(f"processes/test_{letters}*" for letters in ("[a-f]", "[g-m]", "[n-z]")),
+]
 PYTEST = "-m pytest --durations=8 --durations-min=5"  # of a part
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$PWD: $*" >>"$CALLS"
@@ -299,10 +303,8 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
     checks = [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check ."]
     assert [line for line in lines if line in checks] == checks
-    parts = {
-        f"{PYTEST} -m not full and not alone and not release tests/{name}"
-        for name in ("end_to_end", *PROCESSES, "unit")
-    }
+    marks = "not full and not alone and not release and not oracle"
+    parts = {f"{PYTEST} -m {marks} tests/{name}" for name in ("end_to_end", *PARTS)}
     assert set(lines[lines.index(checks[-1]) + 1 :]) == {f"{clone}: {part}" for part in (*parts, "-m mypy")}
     assert not any(".venv-sglang" in line for line in lines)
 
@@ -316,7 +318,7 @@ def test_the_larger_tiers_create_sglangs_environment(call, clone, tmp_path, tier
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
     folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
     pytest_of_tier = f"{PYTEST} -m not alone and not oracle{marks}"
-    parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
+    parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes", "unit"}), *PARTS)}
     assert {f"{clone}: {part}" for part in (*parts, "-m mypy", f"tests/oracle/check.py{oracle}")} <= set(lines)
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 
@@ -337,24 +339,25 @@ def test_the_jobs_of_the_workflow_have_each_part_once(call, clone, tmp_path):
 
 
 def test_the_files_that_the_fast_tier_leaves_out_exist_and_are_listed(pytestconfig):
-    conftest = next(plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "LONG_PROCESSES"))
+    conftest = next(plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "LONG_FILES"))
     page = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## Tiers")[2].partition("\n## ")[0]
-    for file in conftest.LONG_PROCESSES:
-        assert (REPOSITORY / "tests" / "processes" / file).exists()
-        assert f"`{file.removeprefix('test_').removesuffix('.py')}`" in page
+    for file in [f"{folder}/{name}" for folder, names in conftest.LONG_FILES.items() for name in names]:
+        assert (REPOSITORY / "tests" / file).exists()
+        assert f"`{file.replace('test_', '').removesuffix('.py')}`" in page
 
 
-def test_each_file_of_tests_processes_is_in_one_part():
+def test_each_file_of_a_large_folder_is_in_one_part():
     tests = REPOSITORY / "tests"
-    assert sorted(path for part in PROCESSES for path in tests.glob(part)) == sorted(tests.glob("processes/test_*"))
+    files = [path for folder in ("processes", "unit") for path in tests.glob(f"{folder}/test_*")]
+    assert sorted(path for part in PARTS for path in tests.glob(part)) == sorted(files)
 
 
 def test_a_failed_part_fails_the_script_and_the_other_parts_still_run(call, clone, tmp_path):
-    lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/unit")
-    ran = {f"tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")} | {"mypy"}
+    lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/unit/test_[a-l]*")
+    ran = {f"tests/{name}" for name in ("end_to_end", *PARTS)} | {"mypy"}
     assert {line.rpartition(" ")[2] for line in lines[-len(ran) :]} == ran
     assert call.output.count(" failed; all of its output: ") == 1
-    end = call.output.partition("== unit failed; all of its output: ")[2].splitlines()
+    end = call.output.partition("== unit.test_[a-l]* failed; all of its output: ")[2].splitlines()
     assert Path(end[0]).read_text().splitlines() == end[1:-1]
     assert end[-1].endswith(", exit code 1")
 
