@@ -182,11 +182,13 @@ def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
 
 
 def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    """The newest evaluation of each step in the lineage. A step may have several: an evaluation that was unfinished at a checkpoint
-    is repeated."""
-    found = (record for record in records if is_evaluation(record))
-    by_step = {_step(record): record for record in found if lineage.has_weights(_attempt(record), _step(record))}
-    return sorted(by_step.values(), key=_step)
+    """Of each step in the lineage, the newest values of its evaluations. A step may have several: of other sets, of the moving
+    average, and one that was unfinished at a checkpoint and is repeated."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if is_evaluation(record) and lineage.has_weights(_attempt(record), _step(record)):
+            by_step.setdefault(_step(record), {}).update(record)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _step(record: Record) -> int:

@@ -262,6 +262,18 @@ def test_an_evaluation_alone_is_shown(tmp_path):
     assert set(curves_of(shown, "reward")) == {("t0", "evaluation, sampled"), ("t0", "evaluation, greedy")}
 
 
+def test_the_evaluations_of_a_step_are_shown_together(tmp_path):
+    """The final weights and their moving average are evaluated at the same step, each with a record of its own."""
+    records = [
+        evaluation(3),
+        {"step": 3, "attempt": 1, "eval/ema_greedy_reward": 0.7},
+        {"step": 3, "attempt": 1, "eval/greedy_reward": 0.8},  # repeated: the newest value counts
+    ]
+    (run,) = read_runs([write_run(tmp_path / "t0", records)])
+    (shown,) = run.evaluations
+    assert (shown["eval/sampled_reward"], shown["eval/greedy_reward"], shown["eval/ema_greedy_reward"]) == (0.3, 0.8, 0.7)
+
+
 def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
     assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 14
