@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,30 @@ class Metric:
     of: Callable[[Tokens], Tensor | None] | None = None
 
 
-METRICS = {  # group/name; evaluations have the group eval
+# Modes of evaluations in the names of their metrics. ema: of the actor's moving average (train.ema)
+EVAL_MODES = ("sampled", "greedy", "ema_sampled", "ema_greedy")
+
+
+class EvalName(NamedTuple):
+    """The name of a metric of an evaluation: eval/MODE_VALUE for the set of eval.prompts, eval/SET/MODE_VALUE for another one."""
+
+    eval_set: str
+    mode: str  # one of EVAL_MODES
+    value: str
+
+    def __str__(self) -> str:
+        return f"eval/{self.eval_set}/{self.mode}_{self.value}" if self.eval_set else f"eval/{self.mode}_{self.value}"
+
+    @classmethod
+    def parse(cls, name: str) -> EvalName | None:
+        """Inverse of `str`. None: the name of no metric of an evaluation."""
+        group, _, rest = name.partition("/")
+        eval_set, _, own = rest.rpartition("/")
+        mode = next((mode for mode in EVAL_MODES if own.startswith(f"{mode}_")), "")
+        return cls(eval_set, mode, own.removeprefix(f"{mode}_")) if group == "eval" and mode else None
+
+
+METRICS = {  # group/name; evaluations have the group eval (EvalName)
     "reward/mean": Metric("reward", "train batch, sampled"),
     "eval/sampled_reward": Metric("reward", "evaluation, sampled"),
     "eval/greedy_reward": Metric("reward", "evaluation, greedy"),

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.algorithms.metrics import METRICS
+from asyncrl.algorithms.metrics import METRICS, EvalName
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.launch.rundir import SUMMARY_FILE
 from asyncrl.protocol.errors import DECODE_ERRORS
@@ -349,6 +349,7 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
     parts = [part for part in _names(runs, r"time/(\w+)_s") if part not in _WHOLE_STEP]
     return {
+        "reward": _of_evaluations(runs),
         "mixed_versions": [_Measure("", _mixed)],
         "time_shares": [*waits, _Measure("no generation", _generation_idle)],
         "time_parts": [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts],
@@ -356,6 +357,13 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
         "memory": [_Measure("largest", _memory, optional=True)],
         "steps": [_Measure("", _steps_per_s)],
     }
+
+
+def _of_evaluations(runs: Sequence[Run]) -> list[_Measure]:
+    """The rewards of the sets with names."""
+    keys = dict.fromkeys(key for run in runs for record in run.evaluations for key in record)
+    names = [name for name in filter(None, map(EvalName.parse, keys)) if name.eval_set and name.value == "reward"]
+    return [_Measure(f"{name.eval_set}, {name.mode}", _metric(str(name)), of_evaluations=True) for name in names]
 
 
 def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:

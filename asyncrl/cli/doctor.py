@@ -32,6 +32,7 @@ from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
     NameResolveConfig,
+    evaluation_sets,
     max_head_offpolicyness,
 )
 from asyncrl.dataflow.topology import allocation_of
@@ -210,7 +211,8 @@ def needed_open_files(config: ExperimentConfig) -> int:
     manager, rollout = config.manager, config.rollout
     prompts = manager.max_concurrent_rollouts or (1 + max_head_offpolicyness(config)) * config.train.batch_size
     rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
-    return rolled_out * rollout.group_size + _SPARE_OPEN_FILES
+    most = max([rollout.group_size, *(chosen.num_responses for chosen in evaluation_sets(config.eval).values())])
+    return rolled_out * most + _SPARE_OPEN_FILES
 
 
 def judge_open_files(limits: tuple[int, int], need: int) -> Finding:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
+from asyncrl.algorithms.metrics import EvalName
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
@@ -399,9 +400,6 @@ class Notes:
         return lines
 
 
-EVAL_MODES = ("sampled", "greedy", "ema_sampled", "ema_greedy")  # ema: of the actor's moving average (train.ema)
-
-
 class SkippedSteps:
     """Reports train steps with a loss or gradient that was not finite: the first three, then every tenth."""
 
@@ -441,13 +439,18 @@ def _scores(evaluation: Mapping[str, Any], *, with_versions: bool = True) -> lis
     """The reward of each mode, with the half width of its 95 % interval. with_versions: ` (versions 10 to 12)` follows if the
     evaluation used other weight versions than that of its step: training continues during evaluations."""
     scores = []
-    for mode in EVAL_MODES:
-        if (key := f"eval/{mode}_reward") in evaluation:
-            first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
-            shown = with_versions and not first == last == evaluation["step"]
-            versions = f" (versions {first:.0f} to {last:.0f})" if shown else ""
-            interval = f" ±{number(evaluation, f'{key}_ci95'):.3f}" if f"{key}_ci95" in evaluation else ""
-            scores.append(f"{mode} {number(evaluation, key):.3f}{interval}{versions}")
+    for name in filter(None, map(EvalName.parse, evaluation)):
+        if name.value != "reward":
+            continue
+        key = str(name)
+        first, last = (
+            evaluation.get(str(name._replace(value=f"version_{end}")), evaluation["step"]) for end in ("min", "max")
+        )
+        shown = with_versions and not first == last == evaluation["step"]
+        versions = f" (versions {first:.0f} to {last:.0f})" if shown else ""
+        interval = f" ±{number(evaluation, f'{key}_ci95'):.3f}" if f"{key}_ci95" in evaluation else ""
+        label = f"{name.eval_set} {name.mode}".lstrip()
+        scores.append(f"{label} {number(evaluation, key):.3f}{interval}{versions}")
     return scores
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from yaml.reader import ReaderError
 
 from asyncrl.config.fields import Wrong, hints_of, section_in
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
-from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
+from asyncrl.config.schema import ConfigError, EvalConfig, EvalSetConfig, ExperimentConfig, PromptSourceConfig
 from asyncrl.config.shapes import fitting, made_of
 
 
@@ -48,7 +48,7 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Ex
     try:
         values = _merge(layers)
         config = made_of(values)
-        return replace(config, eval=replace(config.eval, prompts=_eval_prompts(config, layers))), wrong
+        return replace(config, eval=_with_rendering(config, layers)), wrong
     except OmegaConfBaseException as error:
         remedy = "${...} takes the path of another field, such as ${trial}"
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; {remedy}") from error
@@ -87,7 +87,21 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
     ]
     if presets:
         merged = OmegaConf.merge(defaults, *presets, *layers)
+    _fill_sets(merged)
     return _entries(OmegaConf.create(_complete(_entries(merged), ExperimentConfig)), resolve=True)
+
+
+def _fill_sets(merged: Any) -> None:
+    """Give each set of eval.sets the values of `eval` for the fields that it leaves out, and the sampling of evaluations the values
+    of rollout.sampling."""
+    own, sampling = merged.eval, merged.rollout.sampling
+    if own.sampling is not None:
+        own.sampling = OmegaConf.merge(sampling, own.sampling)
+    shared = {entry.name: own[entry.name] for entry in fields(EvalSetConfig) if entry.name != "prompts"}
+    for name, chosen in own.sets.items():
+        own.sets[name] = OmegaConf.merge(shared, chosen)
+        if own.sets[name].sampling is not None:
+            own.sets[name].sampling = OmegaConf.merge(sampling, own.sets[name].sampling)
 
 
 def _complete(entries: Any, section: type, *, is_keyed: bool = False) -> Any:
@@ -104,10 +118,20 @@ def _complete(entries: Any, section: type, *, is_keyed: bool = False) -> Any:
     return found
 
 
-def _eval_prompts(config: ExperimentConfig, layers: Sequence[Mapping[str, Any]]) -> PromptSourceConfig | None:
-    """eval.prompts, whose chats are rendered like those of prompts, except for fields that the user has written."""
-    prompts = config.eval.prompts
-    written = OmegaConf.select(OmegaConf.merge(*layers), "eval.prompts", throw_on_resolution_failure=False) or {}
+def _with_rendering(config: ExperimentConfig, layers: Sequence[Mapping[str, Any]]) -> EvalConfig:
+    """`eval`, whose chats are rendered like those of prompts, except for fields that the user has written."""
+    written, found = OmegaConf.select(OmegaConf.merge(*layers), "eval", throw_on_resolution_failure=False), config.eval
+    sets = {}
+    for name, chosen in found.sets.items():
+        own = OmegaConf.select(written.sets[name], "prompts", throw_on_resolution_failure=False)
+        sets[name] = replace(chosen, prompts=_rendered(chosen.prompts, own or {}, config))
+    own = OmegaConf.select(written, "prompts", throw_on_resolution_failure=False) if written is not None else None
+    return replace(found, prompts=_rendered(found.prompts, own or {}, config), sets=sets)
+
+
+def _rendered(
+    prompts: PromptSourceConfig | None, written: Mapping[str, Any], config: ExperimentConfig
+) -> PromptSourceConfig | None:
     if prompts is None or (not prompts.chat_template and "chat_template" in written):
         return prompts
     rendering = ("chat_template", "chat_template_args", "system_prompt")

@@ -88,7 +88,7 @@ class GroupsConfig:
     num_blocks and page_size."""
 
     prompts: PromptSourceConfig
-    eval_prompts: PromptSourceConfig | None
+    eval: EvalConfig
     rollout: RolloutConfig
     generation: GenerationConfig
 
@@ -229,7 +229,7 @@ class RolloutWorkerConfig:
     worker: WorkerInfo
     tokenizer_path: str
     prompts: PromptSourceConfig
-    eval_prompts: PromptSourceConfig | None
+    eval: EvalConfig
     rollout: RolloutConfig
     num_heads: int
     heartbeat_s: float

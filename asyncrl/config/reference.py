@@ -47,7 +47,7 @@ def all_fields() -> list[FieldReference]:
             default=_shown(getattr(section, entry.name)),
             limits=", ".join(rule_of(entry).bounds),
             allowed=rule_of(entry).words,
-            meaning=_comments()[type(section).__name__].get(entry.name, ""),
+            meaning=_comment(type(section), entry.name),
         )
         for prefix, section in sections_of(KEY)
         for entry in values_in(section)
@@ -80,7 +80,7 @@ def json_schema() -> dict[str, Any]:
                 "exclusiveMaximum": rule.below,
             }
             about |= {name: bound for name, bound in bounds.items() if bound is not None}
-            about["description"] = _comments()[type(section).__name__].get(entry.name, "")
+            about["description"] = _comment(type(section), entry.name)
             about["default"] = getattr(section, entry.name)
             if rule.words:
                 about.get("items", about)["enum"] = list(rule.words)
@@ -132,6 +132,11 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return '""' if value == "" else str(value)
+
+
+def _comment(section: type, name: str) -> str:
+    """The comment of a field, which the section's class or one of its bases declares."""
+    return next((found[name] for base in section.__mro__ if name in (found := _comments().get(base.__name__, {}))), "")
 
 
 @cache

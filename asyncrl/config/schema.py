@@ -12,7 +12,7 @@ explains allowed values, a name ends with the field's unit (`_s`: seconds, `_byt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from asyncrl.config.errors import ConfigError as ConfigError
@@ -462,21 +462,34 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation of weight versions: responses to prompts of its own are generated and judged, but never trained."""
+class EvalSetConfig:
+    """A set of evaluation prompts: how it is sampled, and when. A field that a set of `eval.sets` leaves out has the value of the
+    same field of `eval`, except `prompts`."""
 
-    # null: no evaluation. chat_template, chat_template_args and system_prompt are those of `prompts` unless they are set here
+    # Required in a set of eval.sets. null in `eval`: no set without a name. chat_template, chat_template_args and system_prompt
+    # are those of the run's `prompts` unless they are set here
     prompts: PromptSourceConfig | None = None
     num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first N; 0: all
     # sampled, greedy or both
     modes: list[str] = field(default_factory=lambda: list(_EVAL_MODES), metadata={"rule": Rule(words=_EVAL_MODES)})
+    # Responses to each prompt in the mode sampled. The mode greedy has one
+    num_responses: int = limited(1, at_least=1, at_most=1_024)
+    # null: rollout.sampling. A field that is left out has the value of rollout.sampling. `modes` chooses greedy responses
+    sampling: SamplingConfig | None = None
     at_start: bool = True  # evaluate the initial weights
     at_end: bool = True  # evaluate the final weights
     # Evaluate every N steps, epochs or seconds; 0: not by this count
     every_steps: int = limited(0, at_least=0)
     every_epochs: int = limited(0, at_least=0)  # the same by epochs
     every_s: float = limited(0.0, at_least=0)  # the same by seconds
-    timeout_s: float = 600.0  # limit of one evaluation
+
+
+@dataclass(frozen=True)
+class EvalConfig(EvalSetConfig):
+    """Evaluation of weight versions: responses to prompts of its own are generated and judged, but never trained."""
+
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)  # further sets, by name
+    timeout_s: float = 600.0  # limit of one evaluation, which has all sets that are due
 
 
 @dataclass(frozen=True)
@@ -826,8 +839,51 @@ def model_settings(train: TrainConfig) -> dict[str, tuple[str, ModelSettings]]:
 def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:
     """The sources of prompts that the run reads, each by its field."""
     texts = config.train.ptx.texts if config.train.ptx is not None else None
-    found = {"prompts": config.prompts, "eval.prompts": config.eval.prompts, "train.ptx.texts": texts}
+    found = {
+        "prompts": config.prompts,
+        **{f"{eval_place(name)}.prompts": chosen.prompts for name, chosen in evaluation_sets(config.eval).items()},
+        "train.ptx.texts": texts,
+    }
     return {field: prompts for field, prompts in found.items() if prompts is not None}
+
+
+def generating_sources(config: ExperimentConfig) -> list[tuple[str, PromptSourceConfig, str, int]]:
+    """The sources of the prompts that responses are generated to: field and source, and the field and number of the most new tokens
+    of a response."""
+    own = "rollout.sampling.max_new_tokens"
+    found = [("prompts", config.prompts, own, config.rollout.sampling.max_new_tokens)]
+    for name, chosen in evaluation_sets(config.eval).items():
+        if chosen.prompts is not None:
+            place, sampling = eval_place(name), chosen.sampling
+            field = f"{place}.sampling.max_new_tokens" if sampling is not None else own
+            new = (sampling or config.rollout.sampling).max_new_tokens
+            found.append((f"{place}.prompts", chosen.prompts, field, new))
+    return found
+
+
+def evaluation_sets(config: EvalConfig) -> dict[str, EvalSetConfig]:
+    """The sets of each evaluation, by name. The set of eval.prompts, if there is one, has the name ""."""
+    if config.prompts is None:
+        return dict(config.sets)
+    own = EvalSetConfig(**{entry.name: getattr(config, entry.name) for entry in fields(EvalSetConfig)})
+    return {"": own, **config.sets}
+
+
+def with_each_set(config: EvalConfig, **values: Any) -> EvalConfig:
+    """`eval` with other values of the fields of all its sets."""
+    return replace(config, **values, sets={name: replace(chosen, **values) for name, chosen in config.sets.items()})
+
+
+def eval_place(name: str) -> str:
+    """The section of an evaluation set."""
+    return f"eval.sets.{name}" if name else "eval"
+
+
+def eval_sampling(chosen: EvalSetConfig, rollout: RolloutConfig) -> dict[str, tuple[SamplingConfig, int]]:
+    """By mode of an evaluation set: the sampling of its responses, and their number for each prompt."""
+    sampling = chosen.sampling or rollout.sampling
+    num = {"sampled": chosen.num_responses, "greedy": 1}
+    return {mode: (replace(sampling, greedy=mode == "greedy"), num[mode]) for mode in chosen.modes}
 
 
 def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:

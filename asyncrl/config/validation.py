@@ -19,8 +19,12 @@ from asyncrl.config.schema import (
     PPOConfig,
     RefConfig,
     RewardModelConfig,
+    SamplingConfig,
     authenticates,
     can_be_reached,
+    eval_place,
+    evaluation_sets,
+    generating_sources,
     judges_by_group,
     model_settings,
     prompt_sources,
@@ -73,6 +77,8 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     yield from problems_among(config, _of_cluster(config))
     yield from _bad_models(config)
     yield from _bad_prompts(config)
+    yield from _bad_sampling("rollout.sampling", config.rollout.sampling)
+    yield from _bad_evaluations(config)
     yield from _bad_tasks(config)
 
 
@@ -84,28 +90,18 @@ def problems_among(config: object, conflicts: Iterable[Conflict], path: str = ""
 
 
 def _of_generation(config: ExperimentConfig) -> Iterable[Conflict]:
-    """Sampling, and settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat
+    """Settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat
     intervals, or a KV cache smaller than a sequence."""
     manager, rollout, generation = config.manager, config.rollout, config.generation
-    sampling, batch_size = rollout.sampling, config.train.batch_size
+    batch_size = config.train.batch_size
     has_manager = not mode_of(config.mode).workers_generate
-    longest = sampling.max_new_tokens + config.prompts.max_prompt_length
+    longest = config.prompts.max_prompt_length + max(new for _, _, _, new in generating_sources(config))
     needed = math.ceil(longest / generation.page_size)
     return (
         (
             rollout.success_rate_lb > rollout.success_rate_ub,
             "rollout.success_rate_lb",
             f"is above rollout.success_rate_ub={rollout.success_rate_ub}: all groups would be rejected",
-        ),
-        (
-            sampling.temperature <= 0 and not sampling.greedy,
-            "rollout.sampling.temperature",
-            "must be above 0; for greedy sampling set rollout.sampling.greedy=true",
-        ),
-        (
-            sampling.top_k < 1 and sampling.top_k != -1,
-            "rollout.sampling.top_k",
-            "must be at least 1, or -1 for all tokens",
         ),
         (
             generation.max_running_requests > generation.max_batch_tokens,
@@ -127,11 +123,6 @@ def _of_generation(config: ExperimentConfig) -> Iterable[Conflict]:
             has_manager and manager.heartbeat_s * 2 >= manager.lease_s,
             "manager.lease_s",
             f"must be more than twice manager.heartbeat_s={manager.heartbeat_s}",
-        ),
-        (
-            config.eval.prompts is not None and not config.eval.modes,
-            "eval.modes",
-            "name sampled, greedy or both (or leave eval.prompts out: no evaluation)",
         ),
     )
 
@@ -290,9 +281,9 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
                 "is required with mode=train_only: a run that recorded trajectories",
             ),
             (
-                mode.replays and config.eval.prompts is not None,
-                "eval.prompts.path",
-                "nothing generates with mode=train_only; set eval.prompts=null",
+                mode.replays and bool(evaluation_sets(config.eval)),
+                "eval.prompts.path" if config.eval.prompts is not None else "eval.sets",
+                "nothing generates with mode=train_only; set eval.prompts=null, and leave eval.sets out",
             ),
             (not mode.replays and bool(config.replay.path), "replay.path", only_replay),
             (
@@ -460,6 +451,37 @@ def _bad_prompts(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"{name}.chat_template_args.{argument}", value, "asyncrl sets it; leave it out"
 
 
+def _bad_evaluations(config: ExperimentConfig) -> Iterator[Problem]:
+    for name, chosen in evaluation_sets(config.eval).items():
+        place = eval_place(name)
+        if name and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+            yield "eval.sets", name, "is part of the names of metrics: use at most 64 letters, digits, - and _"
+        if chosen.prompts is None:
+            yield f"{place}.prompts.path", "", f"is required (or leave {place} out)"
+        if not chosen.modes:
+            yield f"{place}.modes", [], f"name sampled, greedy or both (or leave {place}.prompts out: no evaluation)"
+        if len(set(chosen.modes)) != len(chosen.modes):
+            yield f"{place}.modes", chosen.modes, "name each mode once"
+        if chosen.num_responses > 1 and "sampled" not in chosen.modes:
+            yield (
+                f"{place}.num_responses",
+                chosen.num_responses,
+                f"needs sampled in {place}.modes: greedy responses are equal",
+            )
+        if chosen.sampling is not None:
+            yield from _bad_sampling(f"{place}.sampling", chosen.sampling)
+
+
+def _bad_sampling(place: str, sampling: SamplingConfig) -> Iterator[Problem]:
+    if sampling.temperature <= 0 and not sampling.greedy:
+        remedy = f"must be above 0; for greedy sampling set {place}.greedy=true"
+        if place != "rollout.sampling":
+            remedy = f"must be above 0; greedy responses are a mode: {place.removesuffix('sampling')}modes=[greedy]"
+        yield f"{place}.temperature", sampling.temperature, remedy
+    if sampling.top_k < 1 and sampling.top_k != -1:
+        yield f"{place}.top_k", sampling.top_k, "must be at least 1, or -1 for all tokens"
+
+
 def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
     mode, tasks = mode_of(config.mode), config.rollout.tasks
     if not tasks and not mode.replays:
@@ -478,9 +500,10 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"{place}.agent_args.trained", "all", "a session may have several sequences; set train.branches=true"
         # Every turn of a rollout has the template arguments of its prompt, so an agent may not have others
         own = task.agent_args.get("chat_template_args")
-        for source in ("prompts", "eval.prompts"):
-            prompts = prompt_sources(config).get(source)
-            if own is not None and prompts is not None and prompts.chat_template and own != prompts.chat_template_args:
+        for source, prompts in prompt_sources(config).items():
+            if source == "train.ptx.texts":  # texts without turns
+                continue
+            if own is not None and prompts.chat_template and own != prompts.chat_template_args:
                 remedy = (
                     f"differs from {source}.chat_template_args={prompts.chat_template_args}, which all turns have; leave it "
                     f"out, and set {source}.chat_template_args"

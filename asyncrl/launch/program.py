@@ -40,6 +40,7 @@ from asyncrl.config.schema import (
     TrainConfig,
     fetches_weights,
     max_head_offpolicyness,
+    with_each_set,
 )
 from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
@@ -170,7 +171,7 @@ class _Run:
 
     def model_worker(self, index: int) -> ModelWorkerConfig:
         config, record = self.config, self.config.record
-        groups = GroupsConfig(config.prompts, config.eval.prompts, config.rollout, config.generation)
+        groups = GroupsConfig(config.prompts, config.eval, config.rollout, config.generation)
         return ModelWorkerConfig(
             worker=self._info("model_worker", index, self.allocation.num_model_workers),
             models=self.models,
@@ -211,7 +212,7 @@ class _Run:
         train, evaluation = self.train, config.eval
         if not trains:  # the weights do not change: nothing is saved, and they are evaluated at most once
             train = replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
-            evaluation = replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
+            evaluation = with_each_set(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
         return MasterWorkerConfig(
             worker=self._info("master", 0, 1),
             num_model_workers=self.allocation.num_model_workers if trains else 1,
@@ -268,7 +269,7 @@ class _Run:
             worker=self._info("rollout_worker", index, config.rollout.num_workers),
             tokenizer_path=self.tokenizer_path,
             prompts=config.prompts,
-            eval_prompts=config.eval.prompts,
+            eval=config.eval,
             rollout=config.rollout,
             num_heads=len(self.heads),
             heartbeat_s=config.manager.heartbeat_s,

@@ -11,7 +11,7 @@ half of the staleness bound is the rule for when a step may start: asyncrl/maste
 A prompt is a Locator (epoch, position). The rollout workers' prompt source maps it to a line of the data set. Prompts are issued
 in order of their locators. Prompts to be reissued, because their ticket was lost, come first.
 
-An evaluation consists of num_prompts prompts in each of its modes. Its tickets bypass the train gate and have their own share of
+An evaluation has parts: the first prompts of a set in a mode. Its tickets bypass the train gate and have their own share of
 capacity. If a ticket is lost, its prompt is issued again; a prompt whose tickets are lost max_issues times counts as failed.
 """
 
@@ -22,12 +22,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.dataflow.evaluation import summarize
-from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
+from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt, EvaluateReply, EvaluateRequest, RolloutResult
 from asyncrl.protocol.trajectories import GroupSummary, Locator
 
 _FIRST = Locator(0, 0)
 MAX_EVALUATIONS = 64  # at most this many evaluations are kept; the oldest are discarded, with their results
+_MAX_RESPONSES = 20_000  # of the results in one reply, which has one result at least: some megabytes
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,22 @@ class PromptCursor:
 
 @dataclass(frozen=True, order=True)
 class EvalItem:
-    """One prompt in one mode of one evaluation."""
+    """One prompt of one part of one evaluation."""
 
     eval_id: str
-    mode: int  # index in the request's modes
-    position: int  # index of the prompt among the evaluation prompts
+    part: int  # index in the request's parts
+    position: int  # index of the prompt in the order of the set's prompts
 
 
 @dataclass
 class Evaluation:
     request: EvaluateRequest
     waiting: list[tuple[EvalItem, int]]  # heap of (item, number of its next issue)
-    results: dict[EvalItem, GroupSummary | None] = field(default_factory=dict)  # None: failed
+    results: dict[EvalItem, EvaluatedPrompt] = field(default_factory=dict)
 
     @property
     def num_total(self) -> int:
-        return len(self.request.modes) * self.request.num_prompts
+        return sum(part.num_prompts for part in self.request.parts)
 
     @property
     def done(self) -> bool:
@@ -163,16 +163,15 @@ class EvaluationBook:
         """Start an evaluation. Returns False, without effect, if one with this id was started before."""
         if request.eval_id in self._evaluations:
             return False
-        if not request.eval_id or request.num_prompts < 1 or not request.modes:
-            raise ValueError("an evaluation needs an eval_id, at least one mode and num_prompts >= 1")
-        if len(set(request.modes)) != len(request.modes):
-            raise ValueError(
-                f"modes {request.modes} of evaluation {request.eval_id!r} name a mode twice; name each once"
-            )
+        parts = request.parts
+        if not request.eval_id or not parts or min(part.num_prompts for part in parts) < 1:
+            raise ValueError("an evaluation needs an eval_id, at least one part, and num_prompts >= 1 in each part")
+        if len({(part.eval_set, part.mode) for part in parts}) != len(parts):
+            raise ValueError(f"the parts of evaluation {request.eval_id!r} name a mode of a set twice; name each once")
         waiting = [
-            (EvalItem(request.eval_id, mode, position), 1)
-            for mode in range(len(request.modes))
-            for position in range(request.num_prompts)
+            (EvalItem(request.eval_id, number, position), 1)
+            for number, part in enumerate(parts)
+            for position in range(part.num_prompts)
         ]
         self._evaluations[request.eval_id] = Evaluation(request, waiting)
         self.num_waiting += len(waiting)
@@ -187,14 +186,16 @@ class EvaluationBook:
         self.num_waiting -= 1
         return heapq.heappop(evaluation.waiting)
 
-    def mode(self, item: EvalItem) -> str:
-        return self._evaluations[item.eval_id].request.modes[item.mode]
+    def part(self, item: EvalItem) -> EvalPart:
+        return self._evaluations[item.eval_id].request.parts[item.part]
 
     def finish(self, item: EvalItem, result: RolloutResult) -> None:
         """Record the item's result. Only the first result counts. An outcome other than `evaluated` counts as failed."""
         evaluation = self._evaluations.get(item.eval_id)
         if evaluation is not None and item not in evaluation.results:
-            evaluation.results[item] = result.group if result.outcome == "evaluated" else None
+            group = result.group if result.outcome == "evaluated" else None
+            reason = "" if group is not None else result.reason or result.outcome
+            evaluation.results[item] = _result(item, group, reason)
 
     def put_back(self, item: EvalItem, issue: int) -> None:
         """The item's ticket is lost: issue the item again, as issue number `issue`. It fails if `issue` exceeds max_issues."""
@@ -202,16 +203,22 @@ class EvaluationBook:
         if evaluation is None or item in evaluation.results:
             return
         if issue > self._max_issues:
-            evaluation.results[item] = None
+            evaluation.results[item] = _result(item, None, "ticket_lost")
         else:
             heapq.heappush(evaluation.waiting, (item, issue))
             self.num_waiting += 1
 
-    def reply(self, eval_id: str) -> EvaluateReply:
+    def reply(self, eval_id: str, after: int = 0) -> EvaluateReply:
+        """after: number of results that the sender has."""
         evaluation = self._evaluations[eval_id]
-        results = []
-        if evaluation.done:
-            results = [self._summary(evaluation, mode) for mode in range(len(evaluation.request.modes))]
+        results: list[EvaluatedPrompt] = []
+        room = _MAX_RESPONSES
+        for item in sorted(evaluation.results)[after:] if evaluation.done else ():
+            if results and room <= 0:
+                break
+            results.append(evaluation.results[item])
+            group = results[-1].group
+            room -= len(group.rewards) if group is not None else 1
         return EvaluateReply(
             done=evaluation.done,
             num_finished=len(evaluation.results),
@@ -224,8 +231,6 @@ class EvaluationBook:
         self._evaluations.clear()
         self.num_waiting = 0
 
-    @staticmethod
-    def _summary(evaluation: Evaluation, mode: int) -> EvaluationResult:
-        mine = [result for item, result in evaluation.results.items() if item.mode == mode]
-        good = [group for group in mine if group is not None]
-        return summarize(evaluation.request.modes[mode], good, len(mine) - len(good))
+
+def _result(item: EvalItem, group: GroupSummary | None, reason: str) -> EvaluatedPrompt:
+    return EvaluatedPrompt(part=item.part, position=item.position, group=group, reason=reason)

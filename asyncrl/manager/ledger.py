@@ -496,7 +496,7 @@ class Ledger:
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Start the evaluation, unless it was started before. Returns its progress."""
         self._evaluations.begin(request)
-        return self._evaluations.reply(request.eval_id)
+        return self._evaluations.reply(request.eval_id, request.after)
 
     def begin_attempt(self, attempt: int) -> None:
         """The training side has restarted: discard all live tickets. Without effect if `attempt` is not newer than the ledger's."""
@@ -632,7 +632,7 @@ class Ledger:
         item, issue = self._evaluations.take()
         self._num_eval_tickets += 1
         ticket_id = f"eval-a{self.attempt}-{self._num_eval_tickets}-{self._nonce}"
-        mode = self._evaluations.mode(item)
+        part = self._evaluations.part(item)
         ticket = Ticket(
             ticket_id=ticket_id,
             kind="eval",
@@ -645,7 +645,8 @@ class Ledger:
             head=0,
             issue=issue,
             eval_id=item.eval_id,
-            eval_mode="greedy" if mode == "greedy" else "sampled",
+            eval_set=part.eval_set,
+            eval_mode=part.mode,
         )
         live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens, item=item)
         self.servers.granted(server.name, live.expected_tokens)

@@ -10,12 +10,13 @@ import msgspec
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import CheckpointConfig, EvalConfig
+from asyncrl.config.schema import CheckpointConfig, EvalSetConfig, evaluation_sets
+from asyncrl.dataflow.evaluation import EvaluationResult
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.report import RunSummary, rejection_lines
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, checkpoint_period_s, ended_by
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
+from asyncrl.protocol.manager import RejectedPrompt
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
@@ -66,7 +67,7 @@ class Books:
                 every_s=train.save_every_s,
                 now=now,
             ),
-            "eval": _schedule(config.eval, now),
+            **{eval_schedule(name): _schedule(chosen, now) for name, chosen in evaluation_sets(config.eval).items()},
             "checkpoint": _schedule(config.checkpoint, now),
         }
         if state is not None:
@@ -78,7 +79,7 @@ class Books:
         return WeightVersion(self.attempt, self.step if self.trains else 0)
 
     def is_due(self, schedule: str) -> bool:
-        """Whether the schedule `save`, `eval` or `checkpoint` is due. Checking a due schedule resets it."""
+        """Whether the schedule `save`, `checkpoint` or `eval_schedule` of a set is due. Checking a due schedule resets it."""
         epochs = self.progress.epochs_done()
         return self._schedules[schedule].check(step=self.step, epochs=epochs, now=self._clock.monotonic())
 
@@ -256,6 +257,11 @@ class Books:
                 schedule.restore(state.schedules[name], self._clock.monotonic())
 
 
-def _schedule(config: EvalConfig | CheckpointConfig, now: float) -> Schedule:
+def eval_schedule(eval_set: str) -> str:
+    """The name of an evaluation set's schedule."""
+    return f"eval/{eval_set}" if eval_set else "eval"
+
+
+def _schedule(config: EvalSetConfig | CheckpointConfig, now: float) -> Schedule:
     every_s = checkpoint_period_s(config.every_s, 0.0)
     return Schedule(every_steps=config.every_steps, every_epochs=config.every_epochs, every_s=every_s, now=now)

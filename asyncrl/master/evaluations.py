@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from asyncrl.config.schema import EvalConfig
+from asyncrl.config.schema import EvalConfig, evaluation_sets
+from asyncrl.dataflow.evaluation import summarize
 from asyncrl.master.books import Books
 from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
-from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult
+from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt, EvaluateReply, EvaluateRequest
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.services import Services
 
 _MAX_EVALUATIONS = 4  # a scheduled evaluation is skipped while this many are running
 
-Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # empty: abandoned, or no prompts
+Results = Callable[[], Awaitable[Sequence[EvaluatedPrompt]]]  # empty: abandoned
 
 
 class Evaluator(Protocol):
     """Evaluates the current weights."""
 
-    def begin(self, eval_id: str, step: int) -> Results:
+    def begin(self, eval_id: str, step: int, parts: Sequence[EvalPart]) -> Results:
         """Begin an evaluation, at the latest when the returned function is called. That function waits for the evaluation's end and
         returns the results."""
 
@@ -30,45 +31,47 @@ class Evaluator(Protocol):
 class ServerEvaluator:
     """Evaluates with generation servers and rollout workers, through eval tickets of the gserver manager."""
 
-    def __init__(self, config: EvalConfig, num_prompts: int, manager: ServiceClient, services: Services) -> None:
-        """num_prompts: prompts of each evaluation; 0: evaluations are empty."""
-        self._config, self._num_prompts, self._manager = config, num_prompts, manager
+    def __init__(self, timeout_s: float, manager: ServiceClient, services: Services) -> None:
+        """timeout_s: limit of one evaluation."""
+        self._timeout_s, self._manager = timeout_s, manager
         self._logger, self._clock = services.logger, services.clock
 
-    def begin(self, eval_id: str, step: int) -> Results:
-        return partial(self._run, eval_id, step)
+    def begin(self, eval_id: str, step: int, parts: Sequence[EvalPart]) -> Results:
+        return partial(self._run, eval_id, step, parts)
 
-    async def _run(self, eval_id: str, step: int) -> Sequence[EvaluationResult]:
-        """Wait for the evaluation and return its results. After eval.timeout_s, log a warning and return no results."""
-        if not self._num_prompts:
-            return ()
-        request = EvaluateRequest(
-            eval_id=eval_id,
-            modes=list(self._config.modes),  # type: ignore[arg-type]  # checked when the config was loaded
-            num_prompts=self._num_prompts,
-            wait_s=LONG_POLL_S,
-        )
-        limit_s = self._config.timeout_s
-        deadline = self._clock.monotonic() + limit_s
+    async def _run(self, eval_id: str, step: int, parts: Sequence[EvalPart]) -> Sequence[EvaluatedPrompt]:
+        """Wait for the evaluation and return its results. After timeout_s, log a warning and return no results."""
+        found: list[EvaluatedPrompt] = []
+        deadline = self._clock.monotonic() + self._timeout_s
         while self._clock.monotonic() < deadline:
             reply = await self._manager.post(
-                "/evaluate", request, EvaluateReply, limit_s=CALL_LIMIT_S, wait_s=LONG_POLL_S
+                "/evaluate",
+                EvaluateRequest(eval_id=eval_id, parts=list(parts), after=len(found), wait_s=LONG_POLL_S),
+                EvaluateReply,
+                limit_s=CALL_LIMIT_S,
+                wait_s=LONG_POLL_S,
             )
-            if reply.done:
-                return reply.results
-        self._logger.warning("abandoned the evaluation at step %d after %g s (eval.timeout_s)", step, limit_s)
+            found += reply.results
+            if reply.done and len(found) >= reply.num_total:
+                return found
+        self._logger.warning("abandoned the evaluation at step %d after %g s (eval.timeout_s)", step, self._timeout_s)
         return ()
 
 
 class Evaluations:
     """Starts evaluations and writes their results.
 
-    consumes: steps.  produces: results in metrics and summary, in the order of the steps.
+    consumes: the results of the evaluator.  produces: records in the books.
     waits for: the evaluator, at most eval.timeout_s.  unblocked by: the evaluator.
     """
 
-    def __init__(self, config: EvalConfig, books: Books, evaluator: Evaluator, services: Services) -> None:
-        self._config, self._books, self._evaluator = config, books, evaluator
+    def __init__(
+        self, config: EvalConfig, num_prompts: Mapping[str, int], books: Books, evaluator: Evaluator, services: Services
+    ) -> None:
+        """num_prompts: by evaluation set, the prompts of each evaluation."""
+        self.sets = evaluation_sets(config)
+        self._num_prompts, self._timeout_s = num_prompts, config.timeout_s
+        self._books, self._evaluator = books, evaluator
         self._tasks, self._board, self._logger = services.tasks, services.board, services.logger
         self._begun: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
@@ -87,20 +90,27 @@ class Evaluations:
         if self._baseline is not None:
             await self._wait(self._baseline, "the evaluation of the initial weights")
 
-    def begin_if_room(self) -> None:
-        """Evaluate the current weights, unless _MAX_EVALUATIONS are running."""
+    def begin_if_room(self, sets: Sequence[str]) -> None:
+        """Evaluate the current weights on these sets, unless _MAX_EVALUATIONS are running."""
         if self.num_running < _MAX_EVALUATIONS:
-            self.begin()
-        else:
+            self.begin(sets)
+        elif sets:
             version = self._books.version.version
             self._logger.warning("no evaluation at step %d: %d are still running", version, _MAX_EVALUATIONS)
 
-    def begin(self, name: str = "", *, baseline: bool = False, prefix: str = "") -> None:
-        """Evaluate the current weights. name: suffix of the evaluation's id; by default the step. baseline: the current weights are
-        the initial ones. prefix: of the modes in the metrics."""
+    def begin(self, sets: Sequence[str], name: str = "", *, baseline: bool = False, prefix: str = "") -> None:
+        """Evaluate the current weights on these sets; without sets, do nothing. name: suffix of the evaluation's id; by default the
+        step. baseline: the current weights are the initial ones. prefix: of the modes in the metrics."""
+        parts = [
+            EvalPart(eval_set=one, mode=mode, num_prompts=self._num_prompts[one])  # type: ignore[arg-type]  # checked at load
+            for one in sets
+            for mode in self.sets[one].modes
+        ]
+        if not parts:
+            return
         step, before = self._books.step, self._begun[-1] if self._begun else None
-        results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step)
-        task = self._tasks.spawn(self._evaluate(results, step, before, prefix), "evaluate")
+        results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step, parts)
+        task = self._tasks.spawn(self._evaluate(parts, results, step, before, prefix), "evaluate")
         self._begun.append(task)
         self._count()
         task.add_done_callback(lambda _: self._count())
@@ -115,15 +125,21 @@ class Evaluations:
         if self._begun:
             await asyncio.wait(self._begun)
 
-    async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None, prefix: str) -> None:
+    async def _evaluate(
+        self, parts: Sequence[EvalPart], results: Results, step: int, before: asyncio.Task[None] | None, prefix: str
+    ) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
+            judged = [
+                summarize(part, [result for result in found if result.part == number])
+                for number, part in enumerate(parts)
+            ]
             if before is not None:  # the previous evaluation ends within its own time limit
                 await self._wait(asyncio.wait({before}), "the previous evaluation")
-            self._books.write_evaluation(step, found, prefix)
+            self._books.write_evaluation(step, judged, prefix)
 
     async def _wait(self, awaitable: Awaitable[object], what: str) -> None:
-        limit_s = self._config.timeout_s + CALL_LIMIT_S + LONG_POLL_S
+        limit_s = self._timeout_s + CALL_LIMIT_S + LONG_POLL_S
         async with self._board.waiting(what, on="gserver manager", limit_s=limit_s):
             await awaitable
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import PromptSourceConfig
+from asyncrl.config.schema import EvalSetConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.report import generation_idle_share
@@ -33,9 +33,10 @@ class MasterFiles:
         """Return the identity of the prompts and the number of epochs. Raises PromptError."""
         return DataIdentity.of(PromptSource(self._config.prompts, None, self._info.seed), self._config.train.num_epochs)
 
-    def num_prompts(self, source: PromptSourceConfig) -> int:
-        """Return the number of prompts of a source. Raises PromptError."""
-        return len(PromptSource(source, None, self._info.seed))
+    def num_eval_prompts(self, chosen: EvalSetConfig) -> int:
+        """Return the number of prompts that an evaluation takes from this set. Raises PromptError."""
+        assert chosen.prompts is not None, "checked when the config was loaded"
+        return chosen.num_prompts or len(PromptSource(chosen.prompts, None, self._info.seed))
 
     def state(self) -> MasterState:
         """Read the state in the checkpoint that this attempt continues from."""

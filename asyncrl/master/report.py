@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.protocol.manager import EvaluationResult, ServerView
+from asyncrl.algorithms.metrics import EvalName
+from asyncrl.dataflow.evaluation import EvaluationResult
+from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
@@ -300,15 +302,18 @@ class RunSummary:
         """Return the metrics of an evaluation, and keep them for the summary. prefix: of the modes' names."""
         metrics: dict[str, float] = {}
         for result in results:
-            mode = f"{prefix}{result.mode}"
-            metrics[f"eval/{mode}_reward"] = result.mean_reward
-            if result.reward_ci95 is not None:
-                metrics[f"eval/{mode}_reward_ci95"] = result.reward_ci95
-            metrics[f"eval/{mode}_length"] = result.mean_length
-            metrics[f"eval/{mode}_num_prompts"] = float(result.num_prompts)
-            metrics[f"eval/{mode}_num_failed"] = float(result.num_failed)
-            metrics[f"eval/{mode}_version_min"] = float(result.version_min)
-            metrics[f"eval/{mode}_version_max"] = float(result.version_max)
+            values = {
+                "reward": result.reward.mean if result.reward is not None else 0.0,
+                "reward_ci95": result.reward.half_width if result.reward is not None else None,
+                "length": result.mean_length,
+                "num_prompts": float(result.num_prompts),
+                "num_failed": float(result.num_failed),
+                "version_min": float(result.version_min),
+                "version_max": float(result.version_max),
+            }
+            for name, value in values.items():
+                if value is not None:
+                    metrics[str(EvalName(result.eval_set, f"{prefix}{result.mode}", name))] = value
         self.evaluations.append({"step": step, **metrics})
         return metrics
 

@@ -9,12 +9,10 @@ serves them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.dataflow.evaluation import summarize
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -22,7 +20,7 @@ from asyncrl.master.evaluations import Results
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.rollouts import BatchSource
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
-from asyncrl.protocol.manager import EvaluationResult
+from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import StatusBoard
 
@@ -41,13 +39,12 @@ class Generation(BatchSource):
         buffer: AsyncIOSequenceBuffer,
         workers: ModelWorkers,
         *,
-        num_eval_prompts: int,
         leaving: asyncio.Event,
         board: StatusBoard,
     ) -> None:
-        """num_eval_prompts: prompts of each evaluation; 0: evaluations are empty. leaving: set when the launcher stops the run."""
+        """leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers = config, books, buffer, workers
-        self._num_eval_prompts, self._leaving, self._board = num_eval_prompts, leaving, board
+        self._leaving, self._board = leaving, board
         self._mfc = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
         self._makers = workers.models[self._mfc.model]
         # Number of prompts issued, over all epochs. After a step they are all done, as are those before a checkpoint's cursor.
@@ -66,14 +63,15 @@ class Generation(BatchSource):
             await self._make_groups(missing)
         return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
 
-    def begin(self, eval_id: str, step: int) -> Results:
+    def begin(self, eval_id: str, step: int, parts: Sequence[EvalPart]) -> Results:
         """Begin an evaluation: send its calls now, so that workers execute them before those of the next step, with the current
         weights."""
-        calls = {}
-        locators = [Locator(0, at) for at in range(self._num_eval_prompts)]
-        for mode in self._config.eval.modes if locators else ():
-            ids = [f"{eval_id}-{mode}-{at.position}" for at in locators]
-            calls[mode] = self._generate(f"evaluation {eval_id}, {mode}", ids, locators, eval_mode=mode)
+        calls = []
+        for number, part in enumerate(parts):
+            locators = [Locator(0, at) for at in range(part.num_prompts)]
+            ids = [f"{eval_id}-{number}-{at.position}" for at in locators]
+            what = f"evaluation {eval_id}, {part.eval_set or 'eval.prompts'}, {part.mode}"
+            calls.append(self._generate(what, ids, locators, part))
         return partial(_results, calls)
 
     async def _make_groups(self, count: int) -> None:
@@ -104,9 +102,10 @@ class Generation(BatchSource):
         self._books.reject([rejected for reply in replies for rejected in reply.rejected], self._buffer.holds)
 
     def _generate(
-        self, what: str, ids: Sequence[str], locators: Sequence[Locator], eval_mode: Any = ""
+        self, what: str, ids: Sequence[str], locators: Sequence[Locator], part: EvalPart | None = None
     ) -> asyncio.Task[list[CallResult]]:
-        """Send the calls at once, so that they use the current weights. The ids are dealt to the data ranks in turn."""
+        """Send the calls at once, so that they use the current weights. The ids are dealt to the data ranks in turn. part: of an
+        evaluation."""
         workers = self._workers
         copied = workers.refresher.copy(workers.hooks.before(self._mfc))
         num_ranks = self._makers.grid.num_replicas
@@ -116,7 +115,8 @@ class Generation(BatchSource):
             ids=list(ids),
             parts=[list(ids[rank::num_ranks]) for rank in range(num_ranks)],
             locators=list(locators),
-            eval_mode=eval_mode,
+            eval_mode=part.mode if part is not None else "",
+            eval_set=part.eval_set if part is not None else "",
         )
         return asyncio.create_task(_first_of(workers.caller.call(what, list(self._makers.shards), body), copied))
 
@@ -129,10 +129,13 @@ async def _first_of(
     return replies
 
 
-async def _results(calls: Mapping[str, asyncio.Task[list[CallResult]]]) -> list[EvaluationResult]:
-    return [_result(mode, await call) for mode, call in calls.items()]
-
-
-def _result(mode: Any, replies: Sequence[CallResult]) -> EvaluationResult:
-    metas = [meta for reply in replies for meta in reply.metas]
-    return summarize(mode, metas, sum(len(reply.rejected) for reply in replies))
+async def _results(calls: Sequence[asyncio.Task[list[CallResult]]]) -> list[EvaluatedPrompt]:
+    found: list[EvaluatedPrompt] = []
+    for part, call in enumerate(calls):
+        for reply in await call:
+            found += [EvaluatedPrompt(part=part, position=meta.locator.position, group=meta) for meta in reply.metas]
+            found += [
+                EvaluatedPrompt(part=part, position=rejected.locator.position, group=None, reason=rejected.reason)
+                for rejected in reply.rejected
+            ]
+    return sorted(found, key=lambda result: (result.part, result.position))

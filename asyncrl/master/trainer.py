@@ -10,7 +10,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow.graph import TRAIN_MFC
-from asyncrl.master.books import Books, RejectedShareError
+from asyncrl.master.books import Books, RejectedShareError, eval_schedule
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import Turns
@@ -82,8 +82,11 @@ class Trainer:
         if config.train.arriving_inference:
             arriving = self._workers.executor.process_arriving(books.version.version)
             self._services.tasks.spawn(arriving, "process arriving groups")
-        if config.eval.at_start if state is None else state.evaluating:
-            self._evaluations.begin(baseline=state is None)
+        sets = self._evaluations.sets
+        if state is None:
+            self._evaluations.begin([name for name, chosen in sets.items() if chosen.at_start], baseline=True)
+        elif state.evaluating:
+            self._evaluations.begin(list(sets))
 
     async def train(self) -> bool:
         """Run all steps. Returns False if this attempt ends before the last step: the launcher stopped the run, or the next phase
@@ -185,27 +188,26 @@ class Trainer:
         if self._books.trains:
             await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
         await self._write_last_checkpoint()
-        evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
-        if evaluates or self._evaluations.num_running:
+        last = [name for name, chosen in self._evaluations.sets.items() if chosen.at_end]
+        if last or self._evaluations.num_running:
             await self._turns.generation()
         await self._source.end()
-        if evaluates:
+        if last:
             try:
                 await self._publisher.served()
-                self._evaluations.begin(name="end")
+                self._evaluations.begin(last, name="end")
             except WaitTimeoutError as error:
                 self._services.logger.warning("skipped the last evaluation: %s", error)
         await self._evaluations.all_over()
-        await self._evaluate_average()
+        await self._evaluate_average(last)
 
-    async def _evaluate_average(self) -> None:
+    async def _evaluate_average(self, sets: Sequence[str]) -> None:
         """Evaluate the actor's moving average (train.ema), after the last evaluation of the actor."""
-        evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
-        if self._config.train.ema is None or not (evaluates and self._books.trains):
+        if self._config.train.ema is None or not (sets and self._books.trains):
             return
         try:
             await self._publisher.serve_average()  # the models have been saved
-            self._evaluations.begin(name="ema", prefix="ema_")
+            self._evaluations.begin(sets, name="ema", prefix="ema_")
         except WaitTimeoutError as error:
             self._services.logger.warning("skipped the evaluation of the moving average: %s", error)
         await self._evaluations.all_over()
@@ -227,9 +229,9 @@ class Trainer:
     def _run_schedules(self, last: bool) -> None:
         """Start what is due. Called at the end of a step, so that a checkpoint's state is complete. No checkpoint begins during the
         evaluation of the initial weights, because no later attempt would repeat that evaluation."""
-        at_end = last and self._config.eval.at_end  # `finish` evaluates the last weights, once they are served
-        if self._books.is_due("eval") and not at_end:
-            self._evaluations.begin_if_room()
+        due = [name for name in self._evaluations.sets if self._books.is_due(eval_schedule(name))]
+        # `finish` evaluates the last weights on the sets with at_end, once they are served
+        self._evaluations.begin_if_room([name for name in due if not (last and self._evaluations.sets[name].at_end)])
         if self._books.is_due("save"):
             version = self._books.version.version
             self._services.tasks.spawn(self._workers.save(f"step_{version:08d}"), "save")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import evaluation_sets
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books
@@ -187,22 +188,18 @@ class MasterWorker(Worker):
         """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
         manager: the model workers generate and evaluate."""
         config, services = self.config, self.services
-        num_eval_prompts = 0
-        if config.eval.prompts is not None:
-            num_eval_prompts = config.eval.num_prompts or self._files.num_prompts(config.eval.prompts)
+        num_prompts = {name: self._files.num_eval_prompts(one) for name, one in evaluation_sets(config.eval).items()}
         if mode_of(config.mode).workers_generate:
-            generation = Generation(
-                config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=self.board
-            )
-            evaluations = Evaluations(config.eval, books, generation, services)
+            generation = Generation(config, books, buffer, workers, leaving=leaving, board=self.board)
+            evaluations = Evaluations(config.eval, num_prompts, books, generation, services)
             return generation, Publisher(workers), evaluations, Turns()
         key = self.names.gserver_manager()
         connecting = ServiceClient.connect(directory, services, key=key, service="gserver manager")
         manager = await opened.enter_async_context(connecting)
         reports = ManagerReports(books, buffer, manager)
         self.tasks.spawn(reports.follow(), "report to new managers")
-        evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, services)
-        evaluations = Evaluations(config.eval, books, evaluator, services)
+        evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
+        evaluations = Evaluations(config.eval, num_prompts, books, evaluator, services)
         turns = Turns()
         if config.shared_workers:
             turns = DeviceTurns(

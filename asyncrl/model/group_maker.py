@@ -11,13 +11,13 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from asyncrl.config.processes import ModelWorkerConfig
-from asyncrl.config.schema import ConfigError, SamplingConfig
+from asyncrl.config.schema import ConfigError, eval_sampling, evaluation_sets
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
@@ -85,9 +85,13 @@ class GroupMaker:
             max_tokens=groups.generation.num_blocks * groups.generation.page_size,
         )
         self._prompts = PromptSource(groups.prompts, self._tokenizer, info.seed)
-        self._eval_prompts = (
-            PromptSource(groups.eval_prompts, self._tokenizer, info.seed) if groups.eval_prompts else None
-        )
+        sets = evaluation_sets(groups.eval)
+        self._eval_prompts = {
+            name: PromptSource(chosen.prompts, self._tokenizer, info.seed)
+            for name, chosen in sets.items()
+            if chosen.prompts is not None
+        }
+        self._eval_sampling = {name: eval_sampling(chosen, groups.rollout) for name, chosen in sets.items()}
         self._rewards = {
             name: Reward.of(task.reward, groups.rollout, services) for name, task in groups.rollout.tasks.items()
         }
@@ -105,13 +109,16 @@ class GroupMaker:
         model."""
         began = self._clock.time()
         evaluates = bool(body.eval_mode)
-        sampling, num_each = self._mode(body.eval_mode)
+        sampling, num_each = self._rollout.sampling, self._rollout.group_size
+        if evaluates:
+            sampling, num_each = self._eval_sampling[body.eval_set][body.eval_mode]
+        source = self._eval_prompts[body.eval_set] if evaluates else self._prompts
         locators = dict(zip(body.ids, body.locators, strict=True))
         made = Made([], [], [])
         groups = []
         for group_id in ids:
             try:
-                groups.append(_Group(group_id, locators[group_id], self._prompt(locators[group_id], evaluates)))
+                groups.append(_Group(group_id, locators[group_id], self._prompt(locators[group_id], source)))
             except RolloutEnded as ended:
                 made.rejected.append(self._rejection(locators[group_id], ended))
         first = body.locators[0]
@@ -122,6 +129,7 @@ class GroupMaker:
             _MODES.index(body.eval_mode),
             first.epoch,
             first.position,
+            *([list(self._eval_prompts).index(body.eval_set)] if body.eval_set else []),
         )
         with self._sampler.weights():
             prompts = [group.prompt.input_ids for group in groups]
@@ -140,16 +148,7 @@ class GroupMaker:
         made.metas = [self._meta(by_id[sample.ids[0]], sample, began) for sample in made.samples]
         return made
 
-    def _mode(self, eval_mode: str) -> tuple[SamplingConfig, int]:
-        """Return the sampling parameters and the number of responses per prompt: one in an evaluation."""
-        sampling = self._rollout.sampling
-        if not eval_mode:
-            return sampling, self._rollout.group_size
-        return replace(sampling, greedy=eval_mode == "greedy"), 1
-
-    def _prompt(self, locator: Locator, evaluates: bool) -> Prompt:
-        source = self._eval_prompts if evaluates else self._prompts
-        assert source is not None, "the master evaluates only if there are evaluation prompts"
+    def _prompt(self, locator: Locator, source: PromptSource) -> Prompt:
         try:
             prompt = source.get(locator)
         except PromptError as error:

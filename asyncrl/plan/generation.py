@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig, generating_sources
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.devices import Device, library_bytes
@@ -103,7 +103,8 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
 
 def request_tokens(config: ExperimentConfig, shape: ModelShape) -> int:
     """Tokens of the longest prompt and response that the config allows, within the model's limit."""
-    return min(config.prompts.max_prompt_length + config.rollout.sampling.max_new_tokens, shape.max_length)
+    longest = max(new for _, _, _, new in generating_sources(config))
+    return min(config.prompts.max_prompt_length + longest, shape.max_length)
 
 
 def sglang_memory_fraction(memory: int, tensor: int, server_args: Mapping[str, str]) -> float:

@@ -30,8 +30,9 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     state: dict[str, float] | None = None  # of the MFC's function after the previous call; null: the one it begins with
     locators: list[Locator] = []  # one for each of `ids`: the prompts from which the MFC generates groups
     eval_mode: Literal["", "greedy", "sampled"] = (
-        ""  # not empty: an MFC that generates makes one response for each evaluation prompt, and stores none
+        ""  # not empty: an MFC that generates makes responses to evaluation prompts, and stores none
     )
+    eval_set: str = ""  # then the evaluation set of the prompts (config/schema.py: evaluation_sets)
 
 
 class RedistribStep(Struct, frozen=True, array_like=True):

@@ -23,6 +23,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     head: int  # data-parallel rank that receives the trajectory
     issue: int = 1  # number of tickets granted for this prompt so far, this one included
     eval_id: str = ""
+    eval_set: str = ""  # name of the evaluation set (config/schema.py: evaluation_sets)
     eval_mode: Literal["", "greedy", "sampled"] = ""
 
 
@@ -184,31 +185,41 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     devices_free: bool = False  # shared devices: it is training's turn, and every generation server sleeps or has ended
 
 
+class EvalPart(Struct, frozen=True, kw_only=True):
+    """The prompts of one set in one mode."""
+
+    eval_set: str
+    mode: Literal["greedy", "sampled"]
+    num_prompts: int
+
+
 class EvaluateRequest(Struct, frozen=True, kw_only=True):
-    """POST /evaluate: start an evaluation (once per eval_id) and wait up to wait_s for its end. Repeat until done."""
+    """POST /evaluate: start an evaluation (once per eval_id) and wait up to wait_s for its end. Repeat until done and until all
+    results are there."""
 
     eval_id: str
-    modes: list[Literal["greedy", "sampled"]]
-    num_prompts: int
+    parts: list[EvalPart]
+    after: int = 0  # number of results that the sender has
     wait_s: float = 0.0
 
 
-class EvaluationResult(Struct, frozen=True, kw_only=True):
-    mode: Literal["greedy", "sampled"]
-    num_prompts: int
-    num_failed: int
-    mean_reward: float
-    reward_ci95: float | None = None  # half width of its 95 % interval; None: fewer than two judged prompts
-    mean_length: float
-    version_min: int
-    version_max: int
+class EvaluatedPrompt(Struct, frozen=True, kw_only=True):
+    """The result of one prompt of a part."""
+
+    part: int  # index in the request's parts
+    position: int  # in the order of the set's prompts
+    group: GroupSummary | None  # null: the prompt failed
+    reason: str = ""  # why it failed
 
 
 class EvaluateReply(Struct, frozen=True, kw_only=True):
+    """results: of a finished evaluation, in order of part and position, those after the request's `after`, but not more than fit a
+    reply."""
+
     done: bool
     num_finished: int
     num_total: int
-    results: list[EvaluationResult] = []
+    results: list[EvaluatedPrompt] = []
 
 
 class VersionReply(Struct, frozen=True, kw_only=True):

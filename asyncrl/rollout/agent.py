@@ -146,7 +146,7 @@ class Agent(ABC):
     def __init__(self, *, tokenizer: Any, sampling: SamplingConfig, group_size: int) -> None:
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.group_size = group_size  # responses per prompt; 1 in evaluations
+        self.group_size = group_size  # responses per prompt
 
     @abstractmethod
     async def collect_trajectory(

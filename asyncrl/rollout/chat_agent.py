@@ -99,7 +99,7 @@ class ChatAgent(ABC):
             )
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.group_size = group_size  # sessions per prompt; 1 in evaluations
+        self.group_size = group_size  # sessions per prompt
         self.chat_template_args = dict(chat_template_args or {})
         self.template = ChatTemplate(tokenizer, self.chat_template_args)  # for prompts that have none
         self.trained = trained

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.processes import RolloutWorkerConfig
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, evaluation_sets
 from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.data.words import add_words, words_error
@@ -37,7 +37,11 @@ class RolloutData:
             )
         self.eos_token_id = int(self.tokenizer.eos_token_id)
         self.prompts = PromptSource(config.prompts, self.tokenizer, seed)
-        self.eval_prompts = PromptSource(config.eval_prompts, self.tokenizer, seed) if config.eval_prompts else None
+        self.eval_prompts = {
+            name: PromptSource(chosen.prompts, self.tokenizer, seed)
+            for name, chosen in evaluation_sets(config.eval).items()
+            if chosen.prompts is not None
+        }
         self._journal = Path(config.worker.run_dir) / "journal" / f"rollout_worker_{config.worker.index}.jsonl"
 
     def add_words(self, sample: SequenceSample, prompt: Prompt) -> SequenceSample:

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import msgspec
 
 from asyncrl.config.import_object import import_object
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, EvalSetConfig, RolloutConfig, SamplingConfig, TaskConfig, eval_sampling
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.manager import RolloutResult, Ticket
@@ -57,10 +56,12 @@ class Task:
         task_id: int,
         config: TaskConfig,
         rollout: RolloutConfig,
+        sets: Mapping[str, EvalSetConfig],
         services: Services,
         *,
         tokenizer: Any,
     ) -> None:
+        """sets: of evaluations, by name."""
         self.name = name
         self.task_id = task_id
         self._config = config
@@ -69,12 +70,11 @@ class Task:
         agent_class, self._env_class = load_class(field, config, "agent"), load_class(field, config, "env")
         if not (config.reward or config.env):  # the agent judges itself
             self._env_class = UnjudgedEnv
-        modes: dict[str, tuple[SamplingConfig, int]] = {
-            TRAIN: (rollout.sampling, rollout.group_size),
-            "sampled": (replace(rollout.sampling, greedy=False), 1),
-            "greedy": (replace(rollout.sampling, greedy=True), 1),
-        }
-        self.agents: Mapping[str, Agent | ChatAgent] = {
+        modes: dict[tuple[str, str], tuple[SamplingConfig, int]] = {("", TRAIN): (rollout.sampling, rollout.group_size)}
+        for eval_set, chosen in sets.items():
+            modes |= {(eval_set, mode): found for mode, found in eval_sampling(chosen, rollout).items()}
+        # By evaluation set and mode
+        self.agents: Mapping[tuple[str, str], Agent | ChatAgent] = {
             mode: agent_class(tokenizer=tokenizer, sampling=sampling, group_size=group_size, **config.agent_args)
             for mode, (sampling, group_size) in modes.items()
         }
@@ -93,13 +93,16 @@ class Task:
 class TaskTable:
     """All tasks of a run. Task ids are 0, 1, ... in the alphabetical order of the names."""
 
-    def __init__(self, rollout: RolloutConfig, services: Services, *, tokenizer: Any) -> None:
+    def __init__(
+        self, rollout: RolloutConfig, sets: Mapping[str, EvalSetConfig], services: Services, *, tokenizer: Any
+    ) -> None:
+        """sets: of evaluations, by name."""
         if not rollout.tasks:
             raise ConfigError(
                 "rollout.tasks is empty; add a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
             )
         self._tasks = {
-            name: Task(name, task_id, rollout.tasks[name], rollout, services, tokenizer=tokenizer)
+            name: Task(name, task_id, rollout.tasks[name], rollout, sets, services, tokenizer=tokenizer)
             for task_id, name in enumerate(sorted(rollout.tasks))
         }
 
@@ -234,9 +237,9 @@ class Rollouts:
         return await self._push(ticket, task, sample, summary, birth_time)
 
     def _find_prompt(self, ticket: Ticket) -> Prompt:
-        source = self._data.prompts if ticket.kind == "train" else self._data.eval_prompts
+        source = self._data.prompts if ticket.kind == "train" else self._data.eval_prompts.get(ticket.eval_set)
         if source is None:
-            raise RolloutRejected("no_eval_prompts", "got an evaluation ticket, but eval.prompts is not set")
+            raise RolloutRejected("no_eval_prompts", f"got a ticket of the unknown evaluation set {ticket.eval_set!r}")
         try:
             return source.get(ticket.locator)
         except PromptError as error:
@@ -299,7 +302,7 @@ class Rollouts:
         self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
         """Make the environment and run the agent. Both may be a user's classes, so every error here counts as the agent's."""
-        agent = task.agents[route.ticket.eval_mode or TRAIN]
+        agent = task.agents[route.ticket.eval_set, route.ticket.eval_mode or TRAIN]
         try:
             env = task.make_env(prompt)
             try:

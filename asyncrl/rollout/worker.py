@@ -13,6 +13,7 @@ import resource
 from contextlib import AsyncExitStack
 
 from asyncrl.config.processes import RolloutWorkerConfig
+from asyncrl.config.schema import evaluation_sets
 from asyncrl.rollout.client import PartialRolloutManager
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData
@@ -45,7 +46,8 @@ class RolloutWorker(Worker):
         """
         rollout, info = self.config.rollout, self.info
         data = self._data if self._data is not None else RolloutData(self.config)
-        tasks = TaskTable(rollout, self.services, tokenizer=data.tokenizer)
+        sets = evaluation_sets(self.config.eval)
+        tasks = TaskTable(rollout, sets, self.services, tokenizer=data.tokenizer)
         opened.callback(tasks.close)
         journal = data.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
@@ -65,7 +67,8 @@ class RolloutWorker(Worker):
             new_tokens_per_chunk=int(rollout.new_tokens_per_chunk),
             request_timeout_s=rollout.request_timeout_s,
             max_requests=_connection_limit(
-                rollout.max_concurrent_per_worker * (rollout.group_size + 1),
+                rollout.max_concurrent_per_worker
+                * (rollout.group_size + max([1, *(chosen.num_responses for chosen in sets.values())])),
                 self.logger,
                 # With the OpenAI API both ends of the agent's connection to it are in this process, too
                 files_each=3 if tasks.chat else 1,

@@ -34,6 +34,7 @@ from asyncrl.protocol.generation import GenerateRequest, SamplingParams
 from asyncrl.protocol.hosts import DesiredProcess, HostReport, ObservedProcess
 from asyncrl.protocol.manager import (
     AllocateRequest,
+    EvalPart,
     EvaluateRequest,
     FinishRequest,
     HeartbeatRequest,
@@ -434,7 +435,7 @@ def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
         yield Target(kind.__name__, [encode(request)], run, (ValueError, RecursionError, StaleAttemptError))
     for other in (
         ScheduleRequest(ticket_id="t", worker="rollout_worker/0", lost_server="s"),
-        EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2),
+        EvaluateRequest(eval_id="e", parts=[EvalPart(eval_set="s", mode="greedy", num_prompts=2)]),
     ):
         kind = type(other)
         yield Target(kind.__name__, [encode(other)], msgspec.json.Decoder(kind).decode, DECODE_ERRORS)

@@ -17,7 +17,7 @@ from aiohttp import web
 from test_openai_api import EOS, LIMIT_S, LOGGER, SERVICES, TOKENIZER, VERSION
 from test_rollout_worker import Stage
 
-from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, EvalSetConfig, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
@@ -382,14 +382,15 @@ class Plain(ChatAgent):
 
 def table(task: TaskConfig) -> TaskTable:
     rollout = RolloutConfig(group_size=2, sampling=SAMPLING, tasks={"default": task})
-    return TaskTable(rollout, SERVICES, tokenizer=TOKENIZER)
+    sets = {"s": EvalSetConfig(num_responses=3, modes=["sampled"])}
+    return TaskTable(rollout, sets, SERVICES, tokenizer=TOKENIZER)
 
 
 async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
     tasks = table(TaskConfig(agent=f"{__name__}:Plain", agent_args={"ignore": ["seed"], "max_requests": 2}))
     assert tasks.chat
     task = tasks.of(PROMPT)
-    assert [task.agents[mode].group_size for mode in (TRAIN, "sampled", "greedy")] == [2, 1, 1]
+    assert {mode: agent.group_size for mode, agent in task.agents.items()} == {("", TRAIN): 2, ("s", "sampled"): 3}
     env = task.make_env(PROMPT)
     assert isinstance(env, UnjudgedEnv)
     with pytest.raises(ValueError, match="has neither reward nor env"):

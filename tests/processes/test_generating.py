@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.processes import GroupsConfig, ModelConfig
 from asyncrl.config.schema import (
+    EvalConfig,
     GenerationConfig,
     OptimizerConfig,
     PPOConfig,
@@ -265,7 +266,7 @@ def groups(tmp_path):
         "b": TaskConfig(reward=f"{tmp_path}/reward.py:later"),
     }
     rollout = RolloutConfig(group_size=3, sampling=replace(SAMPLED, max_new_tokens=5), tasks=tasks)
-    return GroupsConfig(prompts, prompts, rollout, GenerationConfig(max_running_requests=4))
+    return GroupsConfig(prompts, EvalConfig(prompts=prompts), rollout, GenerationConfig(max_running_requests=4))
 
 
 @pytest.mark.parametrize("grid", ["d1", "d2"])

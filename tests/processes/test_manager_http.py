@@ -421,15 +421,17 @@ async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
 
 async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
     await setup.allocate(100)  # training takes all that it may; evaluation is independent of it
-    body = {"eval_id": "e", "modes": ["greedy"], "num_prompts": 3, "wait_s": 30.0}
+    part = {"eval_set": "s", "mode": "greedy", "num_prompts": 3}
+    body = {"eval_id": "e", "parts": [part], "wait_s": 30.0}
     waiting = asyncio.create_task(setup.post("/evaluate", body, EvaluateReply))
     for position in range(3):
         (ticket,) = (await setup.allocate(5, wait_s=10.0)).tickets
-        assert (ticket.kind, ticket.eval_mode, ticket.locator.position) == ("eval", "greedy", position)
+        assert (ticket.kind, ticket.eval_set, ticket.eval_mode) == ("eval", "s", "greedy")
+        assert ticket.locator.position == position
         await setup.finish(ticket.ticket_id, outcome="evaluated", group=group(4, rewards=[position]))
     reply = await asyncio.wait_for(waiting, LIMIT_S)
     assert reply.done
-    assert reply.results[0].mean_reward == 1.0
+    assert [result.group.rewards for result in reply.results if result.group] == [[0.0], [1.0], [2.0]]
     assert await setup.post("/evaluate", body, EvaluateReply) == reply
 
 
@@ -453,8 +455,12 @@ async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
         ),
         ("/heartbeat", {"worker": "", "incarnation": "a", "held": []}, "worker has 0 characters"),
         ("/report", {"attempt": 1, "trained_version": 0, "consumed": [], "stored": [3]}, "$.stored[0]"),
-        ("/evaluate", {"eval_id": "e", "modes": ["best"], "num_prompts": 1}, "$.modes[0]"),
-        ("/evaluate", {"eval_id": "e", "modes": [], "num_prompts": 1}, "at least one mode"),
+        (
+            "/evaluate",
+            {"eval_id": "e", "parts": [{"eval_set": "s", "mode": "best", "num_prompts": 1}]},
+            "$.parts[0].mode",
+        ),
+        ("/evaluate", {"eval_id": "e", "parts": []}, "at least one part"),
         ("/schedule_request", {"worker": "w"}, "ticket_id"),
         ("/scale", {"generation": 0}, "generation is 0; use a number from 1 to 256"),
         ("/scale", {"generation": 257}, "generation is 257; use a number from 1 to 256"),
@@ -947,7 +953,7 @@ async def test_a_server_that_somebody_else_has_paused_loads(setup: Setup) -> Non
 
 
 async def test_evaluations_go_on_at_a_new_manager(setup: Setup) -> None:
-    body = {"eval_id": "e", "modes": ["greedy"], "num_prompts": 1}
+    body = {"eval_id": "e", "parts": [{"eval_set": "s", "mode": "greedy", "num_prompts": 1}]}
     assert not (await setup.post("/evaluate", body, EvaluateReply)).done
     (old,) = (await setup.allocate()).tickets
     assert old.kind == "eval"
@@ -963,7 +969,9 @@ async def test_evaluations_go_on_at_a_new_manager(setup: Setup) -> None:
     done = {"group": group(3, rewards=[1.0])}
     assert (await setup.finish(old.ticket_id, outcome="evaluated", **done)).unknown == [old.ticket_id]
     await setup.finish(again.ticket_id, outcome="evaluated", **done)
-    assert (await setup.post("/evaluate", body, EvaluateReply)).results[0].mean_reward == 1.0
+    (result,) = (await setup.post("/evaluate", body, EvaluateReply)).results
+    assert result.group is not None
+    assert result.group.rewards == [1.0]
 
 
 async def test_a_manager_whose_place_is_taken_ends(setup: Setup) -> None:

@@ -19,6 +19,8 @@ from rollout_fakes import LIMIT_S, FakeGenerationServer, FakeManager, continuati
 
 from asyncrl.config.processes import RolloutWorkerConfig, WorkerInfo
 from asyncrl.config.schema import (
+    EvalConfig,
+    EvalSetConfig,
     NameResolveConfig,
     PromptSourceConfig,
     RolloutConfig,
@@ -134,12 +136,18 @@ class Stage:
         self.start_pulling()
         name_resolve = NameResolveConfig(endpoints=[f"memory://{self.space}"])
         info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, str(self.tmp_path), 1, name_resolve, self.runtime)
+        four = EvalSetConfig(
+            prompts=source,
+            num_responses=4,
+            sampling=SamplingConfig(max_new_tokens=5, temperature=0.6),
+            modes=["sampled"],
+        )
         self.worker = SeenWorker(
             RolloutWorkerConfig(
                 worker=info,
                 tokenizer_path=str(self.tmp_path / "tokenizer"),
                 prompts=source,
-                eval_prompts=source,
+                eval=EvalConfig(prompts=source, sets={"four": four}),
                 rollout=self.rollout,
                 num_heads=1,
                 heartbeat_s=0.05,
@@ -365,6 +373,23 @@ async def test_evaluations_take_one_response_and_are_not_pushed(stage: Stage) ->
         mine = [request for request in stage.server.requests if request.rid.startswith(ticket_id)]
         assert len(mine) == 3  # chunks of one response
         assert {request.sampling_params.temperature for request in mine} == {temperature}
+
+
+async def test_a_set_has_its_own_sampling_and_number_of_responses(stage: Stage) -> None:
+    await stage.start()
+    await stage.grant(
+        stage.ticket(0, ticket_id="own", kind="eval", eval_id="s3", eval_set="four", eval_mode="sampled"),
+        stage.ticket(1, ticket_id="gone", kind="eval", eval_id="s3", eval_set="other", eval_mode="sampled"),
+    )
+    outcomes = await stage.results(2)
+    await stage.end()
+    assert outcomes == {"own": ("evaluated", ""), "gone": ("rejected", "no_eval_prompts")}
+    group = stage.manager.results["own"].group
+    assert group is not None
+    assert len(group.rewards) == 4
+    assert max(group.response_lengths) <= 5
+    mine = [request for request in stage.server.requests if request.rid.startswith("own")]
+    assert {request.sampling_params.temperature for request in mine} == {0.6}
 
 
 async def test_evaluations_run_beside_a_full_worker(stage: Stage) -> None:

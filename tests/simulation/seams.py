@@ -167,7 +167,7 @@ class SimRolloutData(RolloutData):
         self.tokenizer = processes.SimTokenizer()
         self.eos_token_id = self.tokenizer.eos_token_id
         self.prompts = processes.SimPrompts(config.prompts)  # type: ignore[assignment]
-        self.eval_prompts = processes.SimPrompts(config.eval_prompts) if config.eval_prompts else None  # type: ignore[assignment]
+        self.eval_prompts = {}  # the simulation evaluates nothing
 
     def add_words(self, sample: Any, prompt: Any) -> Any:
         return sample

@@ -19,6 +19,7 @@ from asyncrl.config.schema import (
     RuntimeConfig,
     TrainConfig,
     WeightsConfig,
+    evaluation_sets,
 )
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.books import Books
@@ -33,9 +34,10 @@ from asyncrl.master.publishing import REWRITE_PAUSE_S, WeightPublisher
 from asyncrl.master.rollouts import ManagerReports, Rollouts
 from asyncrl.master.trainer import Trainer
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
-from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, LedgerView, RejectedPrompt
+from asyncrl.protocol.manager import EvaluatedPrompt, EvaluateReply, EvaluateRequest, LedgerView, RejectedPrompt
 from asyncrl.protocol.names import Names
-from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.trajectories import GroupSummary, Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.weights.checkpoints import MasterState
@@ -132,16 +134,21 @@ class PlayedManager:
             if self.fails:
                 raise ConnectionError("the gserver manager is gone")
             await self.may_end.wait()
-            result = EvaluationResult(
-                mode="greedy",
-                num_prompts=1,
-                num_failed=0,
-                mean_reward=0.5,
-                mean_length=3.0,
-                version_min=0,
-                version_max=2,
+            group = GroupSummary(
+                seqlens=[5],
+                response_lengths=[3],
+                rewards=[0.5],
+                version_start=[WeightVersion(1, 0).pack()],
+                version_end=[WeightVersion(1, 2).pack()],
             )
-            return EvaluateReply(done=True, num_finished=1, num_total=1, results=[result])
+            results = [
+                EvaluatedPrompt(part=part, position=position, group=group)
+                for part, about in enumerate(body.parts)
+                for position in range(about.num_prompts)
+            ]
+            return EvaluateReply(
+                done=True, num_finished=len(results), num_total=len(results), results=results[body.after :]
+            )
         self.reports += 1
         if self.reports in self.later:
             return self.later[self.reports]
@@ -202,9 +209,9 @@ class MasterParts:
         client: Any = SimpleNamespace()
         self.workers = ModelWorkers(config, client, caller, self.buffer, StorageTracker(), logger=logger)
         self.reports = ManagerReports(self.books, self.buffer, manager)
-        num_prompts = config.eval.num_prompts if config.eval.prompts is not None else 0
-        evaluator = ServerEvaluator(config.eval, num_prompts, manager, services)
-        self.evaluations = Evaluations(config.eval, self.books, evaluator, services)
+        num_prompts = {name: chosen.num_prompts for name, chosen in evaluation_sets(config.eval).items()}
+        evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
+        self.evaluations = Evaluations(config.eval, num_prompts, self.books, evaluator, services)
         turns = Turns()
         self.publisher = WeightPublisher(
             config,

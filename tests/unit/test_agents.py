@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import (
+    EvalSetConfig,
     PromptSourceConfig,
     RolloutConfig,
     SamplingConfig,
@@ -367,10 +368,11 @@ def rollout_config(**tasks: TaskConfig) -> RolloutConfig:
 
 
 def make_table(config: RolloutConfig) -> TaskTable:
-    return TaskTable(config, make_services(), tokenizer=TOKENIZER)
+    sets = {"": EvalSetConfig(), "many": EvalSetConfig(num_responses=5, modes=["sampled"])}
+    return TaskTable(config, sets, make_services(), tokenizer=TOKENIZER)
 
 
-async def test_tasks_are_numbered_by_name_and_evaluate_with_one_response() -> None:
+async def test_tasks_are_numbered_by_name_and_have_an_agent_for_each_set_and_mode() -> None:
     spec = f"{__name__}:right"
     table = make_table(
         rollout_config(
@@ -381,11 +383,12 @@ async def test_tasks_are_numbered_by_name_and_evaluate_with_one_response() -> No
     chess, sums = table.of(replace(PROMPT, task="chess")), table.of(replace(PROMPT, task="sums"))
     assert (chess.task_id, sums.task_id) == (0, 1)
     assert {mode: (agent.group_size, agent.sampling.greedy) for mode, agent in sums.agents.items()} == {
-        TRAIN: (3, False),
-        "sampled": (1, False),
-        "greedy": (1, True),
+        ("", TRAIN): (3, False),
+        ("", "sampled"): (1, False),
+        ("", "greedy"): (1, True),
+        ("many", "sampled"): (5, False),
     }
-    sample, _ = await collect(chess.agents["greedy"], chess.make_env(PROMPT), lambda _: ("4", True))
+    sample, _ = await collect(chess.agents["", "greedy"], chess.make_env(PROMPT), lambda _: ("4", True))
     assert sample.data["rewards"].tolist() == [1.5]
 
 

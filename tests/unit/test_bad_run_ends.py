@@ -204,7 +204,7 @@ async def test_at_most_four_evaluations_run_at_a_time(make: MakeMaster, caplog: 
     manager = master.manager
     for step in range(1, 7):
         master.books.step = step
-        master.evaluations.begin_if_room()
+        master.evaluations.begin_if_room([""])
         await asyncio.sleep(0)
     assert manager.evaluations == [f"a1-s{step}" for step in range(1, 5)]
     assert [f"no evaluation at step {step}: 4 are still running" in caplog.text for step in range(1, 7)] == [
@@ -218,7 +218,7 @@ async def test_at_most_four_evaluations_run_at_a_time(make: MakeMaster, caplog: 
     manager.may_end.set()
     await asyncio.wait_for(master.evaluations.all_over(), LIMIT_S)
     master.books.step = 7
-    master.evaluations.begin_if_room()
+    master.evaluations.begin_if_room([""])
     await asyncio.sleep(0)
     assert manager.evaluations[-1] == "a1-s7"
 
@@ -275,7 +275,7 @@ async def test_the_summary_gives_the_versions_that_an_evaluation_saw(make: MakeM
         }
     )
     master.manager.may_end.set()
-    master.evaluations.begin()  # of version 0, while training continues; the manager reports versions 0 to 2
+    master.evaluations.begin([""])  # of version 0, while training continues; the manager reports versions 0 to 2
     await asyncio.wait_for(master.trainer.finish(), LIMIT_S)
     master.files.write_summary(master.books.summarize(time.time(), None))
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())

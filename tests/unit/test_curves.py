@@ -271,7 +271,11 @@ def test_the_evaluations_of_a_step_are_shown_together(tmp_path):
     ]
     (run,) = read_runs([write_run(tmp_path / "t0", records)])
     (shown,) = run.evaluations
-    assert (shown["eval/sampled_reward"], shown["eval/greedy_reward"], shown["eval/ema_greedy_reward"]) == (0.3, 0.8, 0.7)
+    assert (shown["eval/sampled_reward"], shown["eval/greedy_reward"], shown["eval/ema_greedy_reward"]) == (
+        0.3,
+        0.8,
+        0.7,
+    )
 
 
 def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):

@@ -6,16 +6,18 @@ import sys
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
-from asyncrl.manager.admission import Gate, PromptCursor
+from asyncrl.manager.admission import EvaluationBook, Gate, PromptCursor
 from asyncrl.manager.ledger import Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.routing import ServerTable
 from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
+    EvalPart,
     EvaluateRequest,
     FinishRequest,
     HeartbeatRequest,
@@ -381,7 +383,7 @@ def test_room_is_shared_out_round_robin() -> None:
 def test_an_outcome_of_the_wrong_kind_is_refused_and_changes_nothing(kind: str, outcome: str) -> None:
     desk = Desk()
     if kind == "eval":
-        desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=1))
+        desk.ledger.evaluate(evaluation("greedy", num_prompts=1))
     tickets = desk.take(2)
     assert {ticket.kind for ticket in tickets} == {"train"} | {kind}
     wrong = next(ticket for ticket in tickets if ticket.kind == kind)
@@ -623,7 +625,7 @@ def test_full_servers_have_their_own_refusal() -> None:
     tickets = desk.take(4)
     assert sorted(ticket.server for ticket in tickets) == ["generation_server/0"] * 2 + ["generation_server/1"] * 2
     assert desk.ask().refusal == "servers_full"
-    desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=3))
+    desk.ledger.evaluate(evaluation("greedy", num_prompts=3))
     assert (desk.ask().refusal, desk.ledger.room(desk.now)) == ("servers_full", 0)
     desk.finish(tickets[0])
     (evaluated,) = desk.take(1)  # groups of evaluations count too
@@ -695,10 +697,32 @@ def test_a_ticket_stays_at_a_leaving_server_until_another_one_can_serve_it() -> 
     assert moved_of(desk, ticket) == {ticket.ticket_id: other}
 
 
+def evaluation(*modes: Any, num_prompts: int, eval_id: str = "e") -> EvaluateRequest:
+    parts = [EvalPart(eval_set="s", mode=mode, num_prompts=num_prompts) for mode in modes]
+    return EvaluateRequest(eval_id=eval_id, parts=parts)
+
+
+def test_a_large_evaluation_is_answered_in_replies_of_bounded_size() -> None:
+    book, request = EvaluationBook(max_issues=1), evaluation("sampled", num_prompts=5)
+    book.begin(request)
+    for _ in range(5):
+        item, _ = book.take()
+        many = group(*[1] * 9_000)
+        book.finish(item, RolloutResult(ticket_id="t", outcome="evaluated", group=many))
+    found: list[int] = []
+    sizes = []
+    while len(found) < 5:
+        reply = book.reply("e", len(found))
+        assert reply.done
+        found += [result.position for result in reply.results]
+        sizes.append(len(reply.results))
+    assert (found, sizes) == ([0, 1, 2, 3, 4], [3, 2])  # a reply ends with the prompt that reaches 20,000 responses
+
+
 def test_evaluation_bypasses_the_gate_within_its_share() -> None:
     desk = Desk(eta=1, eval_share=0.25)  # 2 of 8
     for _ in range(2):
-        reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
+        reply = desk.ledger.evaluate(evaluation("sampled", "greedy", num_prompts=3))
         assert (reply.done, reply.num_finished, reply.num_total) == (False, 0, 6)
     tickets = desk.ask(100).tickets
     assert sum(ticket.kind == "train" for ticket in tickets) == 8
@@ -716,17 +740,18 @@ def test_evaluation_bypasses_the_gate_within_its_share() -> None:
             desk.finish(ticket, outcome="evaluated", group=done)
         evals = desk.ask(100).tickets
     assert sorted(seen) == [(mode, position) for mode in ("greedy", "sampled") for position in range(3)]
-    reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
+    reply = desk.ledger.evaluate(evaluation("sampled", "greedy", num_prompts=3))
     assert (reply.done, reply.num_finished) == (True, 6)
-    sampled, greedy = reply.results
-    assert (sampled.mode, sampled.mean_reward, greedy.mode, greedy.mean_reward) == ("sampled", 0.0, "greedy", 1.0)
-    assert (greedy.mean_length, greedy.version_min, greedy.version_max, greedy.num_failed) == (2.0, 0, 1, 0)
+    assert [(result.part, result.position) for result in reply.results] == [(at // 3, at % 3) for at in range(6)]
+    assert [result.group.rewards for result in reply.results if result.group] == [[0.0]] * 3 + [[1.0]] * 3
+    rest = desk.ledger.evaluate(msgspec.structs.replace(evaluation("sampled", "greedy", num_prompts=3), after=4))
+    assert rest.results == reply.results[4:]
     assert desk.ask().refusal == "staleness"
 
 
 def test_evaluation_needs_no_master_and_its_lost_tickets_are_issued_again() -> None:
     desk = Desk(register=False, max_issues=2)
-    desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
+    desk.ledger.evaluate(evaluation("greedy", num_prompts=2))
     first, second = desk.take(2, worker="rollout_worker/1")
     desk.ledger.expire(16.0)
     again = desk.take(2)
@@ -734,18 +759,21 @@ def test_evaluation_needs_no_master_and_its_lost_tickets_are_issued_again() -> N
     assert desk.finish(first, outcome="evaluated", group=group(1, rewards=[1.0])) == ids([first])
     desk.finish(again[0], outcome="released")
     desk.finish(again[1], outcome="evaluated", group=group(5, rewards=[1.0]))
-    reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
+    reply = desk.ledger.evaluate(evaluation("greedy", num_prompts=2))
     assert reply.done
-    assert (reply.results[0].num_failed, reply.results[0].mean_reward) == (1, 1.0)
+    failed, judged = reply.results
+    assert (failed.group, failed.reason) == (None, "ticket_lost")
+    assert judged.group is not None
+    assert judged.group.rewards == [1.0]
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        EvaluateRequest(eval_id="", modes=["greedy"], num_prompts=2),
-        EvaluateRequest(eval_id="e", modes=[], num_prompts=2),
-        EvaluateRequest(eval_id="e", modes=["greedy", "greedy"], num_prompts=2),
-        EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=0),
+        evaluation("greedy", num_prompts=2, eval_id=""),
+        evaluation(num_prompts=2),
+        evaluation("greedy", "greedy", num_prompts=2),
+        evaluation("greedy", num_prompts=0),
     ],
 )
 def test_invalid_evaluations_are_refused(request_: EvaluateRequest) -> None:
@@ -966,7 +994,7 @@ def test_room_is_an_upper_bound_of_the_grants(max_concurrent: int, num_evals: in
     """A caller that serves waiting requests looks at no more of them than there is room for. So no grant may exceed the room."""
     desk = Desk(max_concurrent=max_concurrent, eval_share=1.0)
     if num_evals:
-        desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=num_evals))
+        desk.ledger.evaluate(evaluation("greedy", num_prompts=num_evals))
     room = desk.ledger.room(desk.now)
     granted = desk.ledger.allocate(
         [AllocateRequest(request_id="r", worker="w", incarnation="a", count=1000)], desk.now

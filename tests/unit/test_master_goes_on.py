@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl.algorithms.estimators import estimate
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, PromptSourceConfig, TrainConfig
+from asyncrl.dataflow.evaluation import EvaluationResult
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.report import Ages, StepTimes, step_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
-from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
+from asyncrl.protocol.manager import RejectedPrompt
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState
@@ -37,9 +39,6 @@ from tests.support.services import make_services
 
 MFCS = build_dataflow(TrainConfig()).mfcs.values()
 TRAJECTORY_KEYS = {key for mfc in MFCS for key in mfc.input_keys} - {key for mfc in MFCS for key in mfc.output_keys}
-EVALUATED = EvaluationResult(
-    mode="greedy", num_prompts=4, num_failed=0, mean_reward=0.5, mean_length=3.0, version_min=0, version_max=0
-)
 
 
 @pytest.fixture
@@ -74,10 +73,11 @@ def after_two_steps(config: MasterWorkerConfig, opened: AsyncExitStack, clock: M
         0,
         [
             EvaluationResult(
+                eval_set="",
                 mode="greedy",
                 num_prompts=4,
                 num_failed=0,
-                mean_reward=0.5,
+                reward=estimate([0.5] * 4),
                 mean_length=3.0,
                 version_min=0,
                 version_max=0,
@@ -194,12 +194,13 @@ async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation(
     """Otherwise the checkpoint would not say that the next attempt must repeat it."""
 
     class Endless:
-        def begin(self, eval_id, step):
+        def begin(self, eval_id, step, parts):
             return asyncio.Event().wait
 
     services, books = make_services(), SimpleNamespace(step=1, attempt=1)
-    evaluations = Evaluations(EvalConfig(), books, Endless(), services)
-    evaluations.begin()
+    config = EvalConfig(prompts=PromptSourceConfig(path="p.jsonl"))
+    evaluations = Evaluations(config, {"": 1}, books, Endless(), services)
+    evaluations.begin([""])
     leaving = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, leaving.set)
     await asyncio.wait_for(unless(leaving, evaluations.ended()), LIMIT_S)

@@ -71,7 +71,7 @@ def test_check_accepts_each_config(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def table(config: ExperimentConfig, tokenizer: Any) -> TaskTable:
-    return TaskTable(config.rollout, make_services(), tokenizer=tokenizer)
+    return TaskTable(config.rollout, {}, make_services(), tokenizer=tokenizer)
 
 
 def test_the_rewards_and_environments_of_the_page_work_as_described(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_rewards_and_environments_of_the_page_work_as_described(folder: Path
         assert prompts.keys() == config.rollout.tasks.keys()
         for name, prompt in prompts.items():
             assert prompt.text == "<user:What is 17 + 25?><assistant:"
-            assert tasks.of(prompt).agents[TRAIN].group_size == 8
+            assert tasks.of(prompt).agents["", TRAIN].group_size == 8
 
             async def play(prompt: Any = prompt, tasks: TaskTable = tasks) -> list[float]:
                 env = tasks.of(prompt).make_env(prompt).fork()

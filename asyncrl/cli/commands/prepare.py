@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncrl.cli.commands.common import Commands, add_config_command, print_json, say
 from asyncrl.cli.hub import is_hub_name, with_local_models
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, generating_sources
 from asyncrl.data.prompts import is_file_name
 from asyncrl.launch.experiment import Draft, load_experiment
 from asyncrl.launch.redact import redact_text
@@ -70,8 +70,8 @@ def _lacking(config: ExperimentConfig) -> list[str]:
     if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
         lacking.append(f"model in {config.model_path}")
     read = config.prepare and not mode_of(config.mode).replays
-    for prompts in (config.prompts, config.eval.prompts) if read else ():
-        if prompts is not None and is_file_name(prompts.path) and not Path(prompts.path).expanduser().is_file():
+    for _, prompts, _, _ in generating_sources(config) if read else ():
+        if is_file_name(prompts.path) and not Path(prompts.path).expanduser().is_file():
             lacking.append(prompts.path)
     return lacking
 

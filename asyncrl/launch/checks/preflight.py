@@ -17,6 +17,9 @@ from asyncrl.config.schema import (
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
+    eval_place,
+    evaluation_sets,
+    generating_sources,
     model_settings,
     prompt_sources,
 )
@@ -275,11 +278,9 @@ def _check_length(case: Case) -> Iterator[ConfigError]:
     config, limit = case.config, case.model.get("max_position_embeddings")
     if isinstance(limit, int) and config.train.ptx is not None and config.train.ptx.max_length > limit:
         yield ConfigError(f"train.ptx.max_length={config.train.ptx.max_length}: the model has {limit} positions")
-    asked = config.rollout.sampling.max_new_tokens
-    if isinstance(limit, int) and asked >= limit:
-        yield ConfigError(
-            f"rollout.sampling.max_new_tokens={asked}: the model has {limit} positions for prompt and response"
-        )
+    for field, asked in {field: asked for _, _, field, asked in generating_sources(config)}.items():
+        if isinstance(limit, int) and asked >= limit:
+            yield ConfigError(f"{field}={asked}: the model has {limit} positions for prompt and response")
 
 
 def _check_attention(case: Case) -> Iterator[ConfigError]:
@@ -332,12 +333,13 @@ def _check_batch_size(case: Case) -> None:
         )
 
 
-def _check_eval_prompts(case: Case) -> None:
-    config, prompts = case.config, case.config.eval.prompts
-    if prompts is not None and _count("eval.prompts", prompts, config) < config.eval.num_prompts:
-        raise ConfigError(
-            f"eval.num_prompts={config.eval.num_prompts}: {prompts.path} has fewer prompts; use a smaller number"
-        )
+def _check_eval_prompts(case: Case) -> Iterator[ConfigError]:
+    for name, chosen in evaluation_sets(case.config.eval).items():
+        place, prompts = eval_place(name), chosen.prompts
+        if prompts is not None and _count(f"{place}.prompts", prompts, case.config) < chosen.num_prompts:
+            yield ConfigError(
+                f"{place}.num_prompts={chosen.num_prompts}: {prompts.path} has fewer prompts; use a smaller number, or 0 for all"
+            )
 
 
 def _check_ptx(case: Case) -> None:
@@ -412,7 +414,7 @@ CHECKS = (
     Check("supervised texts", _check_ptx, reads=("train.ptx",), when=lambda config: mode_of(config.mode).trains),
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
     Check("etcd", _check_name_resolve, reads=("name_resolve",)),
-    Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
+    Check("lengths", _check_length, reads=("rollout.sampling", "eval", "train.ptx"), needs=(MODEL,)),
     Check("disk space", check_room, needs=(WEIGHTS, FIELDS)),
     Check("wandb", _check_wandb, reads=("wandb",)),
     Check(

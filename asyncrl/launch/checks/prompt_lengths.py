@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, generating_sources
 from asyncrl.data.model_folder import text_config
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.data.prompts import PromptSource, load_tokenizer
@@ -27,11 +27,10 @@ def judge_prompt_lengths(
     # Validation ensures that the KV cache is large enough
     positions = int(text_config(model).get("max_position_embeddings") or UNLIMITED)
     # The model workers cut a response that reaches the last position
-    wanted = 1 if mode_of(config.mode).workers_generate else config.rollout.sampling.max_new_tokens
+    is_cut = mode_of(config.mode).workers_generate
     own_agents = any(task.agent for task in config.rollout.tasks.values())
-    for field, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
-        if prompts is None:
-            continue
+    for field, prompts, limiting, asked in generating_sources(config):
+        wanted = 1 if is_cut else asked
         limit = min(prompts.max_prompt_length, positions - wanted)
         try:
             if not PromptSource(prompts, None, config.seed).may_exceed(limit):
@@ -52,10 +51,10 @@ def judge_prompt_lengths(
             how = "leave them out"
             how += f", or set {field}.max_prompt_length={found.longest}" if found.is_exact else ""
         else:
-            value += f"rollout.sampling.max_new_tokens={wanted} leaves {limit} of the model's {positions} positions"
+            value += f"{limiting}={wanted} leaves {limit} of the model's {positions} positions"
             fewer = positions - found.longest
             how = "leave them out, "
-            how += f"set rollout.sampling.max_new_tokens={fewer}, " if found.is_exact and 0 < fewer < wanted else ""
+            how += f"set {limiting}={fewer}, " if found.is_exact and 0 < fewer < wanted else ""
             how += "or use a model with more positions"
         if found.num_over == len(source) and (limit == prompts.max_prompt_length or not own_agents):
             yield ConfigError(f"{field}.path={prompts.path!r}: {value}; {how}")
