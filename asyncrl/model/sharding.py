@@ -428,9 +428,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
         elif style == "rowwise" and isinstance(module, nn.Linear):
             skeleton.split[id(module.weight)] = 1
             _install_rowwise(module, group)
-        elif style == "replicated_with_grad_allreduce":
-            skeleton.partial |= {skeleton.names[id(parameter)] for parameter in module.parameters()}
-        else:
+        elif style != "replicated_with_grad_allreduce":
             raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
     for name, parameter in model.named_parameters():
         style = plan.get(replace_layer_number_by_wildcard(name))
@@ -438,6 +436,12 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             raise ConfigError(
                 f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
             )
+    # Between column-parallel and row-parallel layers each rank has its own heads or columns, whatever the plan says of modules
+    for name, module in model.named_modules():
+        is_between = any(name.startswith(f"{parent}.") for parent in shares)
+        if is_between and plan.get(replace_layer_number_by_wildcard(name)) != "rowwise":
+            own = (parameter for parameter in module.parameters(recurse=False) if id(parameter) not in skeleton.split)
+            skeleton.partial |= {skeleton.names[id(parameter)] for parameter in own}
     return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.parts[MATRICES])[0], group)
 
 

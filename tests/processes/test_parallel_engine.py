@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.architectures.agreement import BOUND, SelfCheckError
+from asyncrl.architectures.small_copy import small_config
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
@@ -31,6 +32,7 @@ from asyncrl.model import self_check, sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from tests.support.family_table import default_config
 from tests.support.rank_processes import RankProcesses
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2")
@@ -41,6 +43,14 @@ OTHER_GRIDS = ("p3", "m4", "p4")
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
 TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
 LENGTHS = (29, 3, 17, 1, 8, 23, 12)
+# Families whose matrices tensor ranks can split: all of transformers' causal language models that train on one rank
+SPLIT_FAMILIES = (
+    *("apertus", "arcee", "cohere", "cohere2", "cohere_compass_text", "cwm", "deepseek_v3", "ernie4_5", "exaone4"),
+    *("got_ocr2", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+    *("llama", "ministral", "ministral3", "mistral", "moss_transcribe_diarize", "nanochat", "olmo", "phi", "qwen2"),
+    *("qwen3", "seed_oss", "smollm3", "starcoder2", "youtu"),
+)
+QUICK_FAMILIES = ("apertus", "exaone4", "gpt_neox", "phi", "youtu")
 STEPS = 2
 
 
@@ -213,6 +223,14 @@ def run_in_parts(rank: int, grid: str, cell: Cell) -> Outcome:
     at = (0, 0, 0) if mesh is None else (mesh.parts[LAYERS], mesh.parts[SAMPLES], mesh.parts[MATRICES])
     ids = part.ids if part is not None else []
     return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
+
+
+def gradients(rank: int, grid: str, cell: Cell) -> dict[str, np.ndarray]:
+    """The summed gradient of each parameter, for a grid without stages. Collective."""
+    engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
+    engine.try_step(part_of(engine, sample), Loss(10.0), temperature=0.7)
+    grads = {name: parameter.grad for name, parameter in engine.named_parameters().items()}
+    return {name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).numpy() for name, grad in grads.items()}
 
 
 def run_cells(rank: int, grid: str, cells: list[Cell]) -> list[Outcome]:
@@ -393,6 +411,35 @@ def test_logits_that_are_scaled_or_capped(ranks, tmp_path, architecture, more):
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     compare(ranks, Cell(str(tmp_path)), ("d2", "m2") if architecture != "nanochat" else ("d2",))
+
+
+def save_with_noise(family: str, path: str) -> None:
+    """A small model of the family. Noise in each parameter makes it count, and keeps gradients small enough to be compared."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(default_config(family)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+
+
+def some_or_all(families: tuple[str, ...]) -> list[object]:
+    return [
+        family if family in QUICK_FAMILIES else pytest.param(family, marks=pytest.mark.release) for family in families
+    ]
+
+
+@pytest.mark.parametrize("family", some_or_all(SPLIT_FAMILIES))
+def test_families_whose_matrices_can_be_split(ranks, tmp_path, family):
+    """Gradients, not updates: Adam's division enlarges the rounding of elements near 0, of which these models have more."""
+    save_with_noise(family, str(tmp_path))
+    cell = Cell(str(tmp_path), train=MICRO)
+    expected = gradients(0, "", cell)
+    ranks.run(make_meshes)
+    for found in ranks.run(gradients, "m2", cell, num_ranks=2):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
 
 
 def test_ranks_in_the_middle_of_a_larger_world(ranks, paths):

@@ -78,13 +78,19 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def judge(family: str) -> Verdict:
-    """Check a family. An error of any kind that is not a refusal passes through."""
+def default_config(family: str) -> transformers.PreTrainedConfig:
+    """The config of a family's published models, as far as transformers' default does not make a model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    config: transformers.PreTrainedConfig = CONFIG_MAPPING[family](**_PUBLISHED.get(family, {}))
+    return config
+
+
+def judge(family: str) -> Verdict:
+    """Check a family. An error of any kind that is not a refusal passes through."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        CONFIG_MAPPING[family](**_PUBLISHED.get(family, {})).save_pretrained(folder)
+        default_config(family).save_pretrained(folder)
         result = check_architecture(Task(folder, True, GenerationConfig()))
     text = result.problem or result.not_checked or EQUAL
     return Verdict(family, _reason(text), time.perf_counter() - began)
