@@ -133,6 +133,7 @@ class Served:
             make_services(logger="benchmark"),
             new_tokens_per_chunk=1024,
             request_timeout_s=_REQUEST_LIMIT_S,
+            turn_limit_s=_REQUEST_LIMIT_S,
             max_requests=load,
         )
         sampling = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)

@@ -133,7 +133,8 @@ class RolloutConfig:
     reward_memory_bytes: int = limited(8_000_000_000, at_least=0)
     # Limit of one HTTP request to a generation server; also of the wait until a sent trajectory is accepted or refused
     request_timeout_s: float = limited(600.0, above=0)
-    # Limit of a whole rollout, including agent and environment. A rollout that takes longer is rejected
+    # Limit of a whole rollout, including agent and environment. A rollout that takes longer is rejected. Turns of training on
+    # shared devices do not count; each of them has this limit, too
     rollout_timeout_s: float = limited(3600.0, above=0)
 
 

@@ -226,9 +226,9 @@ def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Co
             f"{shared}, which needs async; leave the devices out",
         ),
         (
-            config.manager.max_head_offpolicyness > 0,
-            "manager.max_head_offpolicyness",
-            f"{shared}, so generation cannot run ahead: set it to 0",
+            config.manager.max_head_offpolicyness > 0 and config.generation.interrupt not in ("abort", "retract"),
+            "generation.interrupt",
+            f"{shared}: training's turn interrupts unfinished responses and frees their KV cache; use abort or retract",
         ),
         (
             config.cluster != "local",

@@ -23,9 +23,8 @@ _THEN = re.compile(r"\s+then\s+")
 def phases(config: ExperimentConfig) -> tuple[ExperimentConfig, ...]:
     """Return the run's config for each of its phases: with one allocation, which has `until` in every phase but the last.
 
-    While generation and training share devices, generation cannot run ahead, and weights travel as files. So in such a phase of
-    several, manager.max_head_offpolicyness is 0, weights.transport is disk, and train.streaming is off. Raises ValueError with the
-    expected form.
+    While generation and training share devices, weights travel as files, and no step begins before generation has ended. So in such
+    a phase of several, weights.transport is disk, and train.streaming is off. Raises ValueError with the expected form.
     """
     texts = _THEN.split(config.allocation)
     if len(texts) == 1 and " until " not in config.allocation:
@@ -54,7 +53,6 @@ def _with(config: ExperimentConfig, text: str, allocation: Allocation) -> Experi
         return config
     return replace(
         config,
-        manager=replace(config.manager, max_head_offpolicyness=0),
         weights=replace(config.weights, transport=FILES),
         train=replace(config.train, streaming=False),
     )

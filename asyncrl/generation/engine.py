@@ -48,6 +48,9 @@ class WeightsRefused(ValueError):
         self.error_class = error_class
 
 
+_SLEEPS = "the server sleeps: training uses its devices"
+
+
 class EngineUnavailable(RuntimeError):
     """The engine cannot serve the request now: queue full, no weights yet, waited too long, closing (HTTP 503)."""
 
@@ -223,7 +226,8 @@ class GenerationEngine(ABC, Generic[P]):
     async def sleep(self) -> None:
         """Interrupt all running requests, then release the devices: weights and KV cache.
 
-        Until `wake` the engine has no version and refuses to generate. Does nothing if the engine sleeps already.
+        Until `wake` the engine has no version and refuses to generate, also the requests that have waited for a slot. Does nothing
+        if the engine sleeps already.
         """
         if self._asleep:
             return
@@ -233,6 +237,8 @@ class GenerationEngine(ABC, Generic[P]):
                 await self._until_idle()
                 self._version = None
                 self._asleep = True  # from now on the end of the engine's threads or processes is no failure
+                for pending in list(self._waiting.values()):
+                    self._fail(pending, EngineUnavailable(_SLEEPS))
                 await self._release_devices()
 
     async def wake(self) -> None:
@@ -587,7 +593,7 @@ class GenerationEngine(ABC, Generic[P]):
         if self._closing:
             raise EngineUnavailable("the server is closing")
         if self._asleep:
-            raise EngineUnavailable("the server sleeps: training uses its devices")
+            raise EngineUnavailable(_SLEEPS)
         if (failure := self.failure) is not None:
             first = (str(failure) or repr(failure)).splitlines()[0]
             raise EngineUnavailable(f"the engine has failed: {first}", retry_after_s=30.0)

@@ -224,7 +224,7 @@ class Fleet:
     @property
     def devices_free(self) -> bool:
         """It is training's turn, and no server holds a shared device."""
-        return self._shares_devices and self.plan.training and self.table.devices_free
+        return self.table.training and self.table.devices_free
 
     def refusals(self) -> list[str]:
         """The servers that serve nothing because they have refused a version, with the cause."""

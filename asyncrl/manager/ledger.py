@@ -27,6 +27,7 @@ from asyncrl.manager.admission import EvalItem, EvaluationBook, Gate, PromptCurs
 from asyncrl.manager.routing import Server, ServerTable
 from asyncrl.protocol.fence import Fence, IncarnationFence
 from asyncrl.protocol.manager import (
+    TRAININGS_TURN,
     AllocateReply,
     AllocateRequest,
     EvaluateReply,
@@ -389,6 +390,9 @@ class Ledger:
             server = self.servers.pick_for_moved(min_version, exclude="" if replaced else request.lost_server)
             if server is None and stays and told_before:  # the old server has passed a health probe since the loss
                 server = here
+        if server is None and self.servers.training:
+            live.has_moved = True  # the seconds of training's turn are not the server's
+            return ScheduleReply(reason=TRAININGS_TURN)
         if server is None:
             return ScheduleReply(reason="no_server")
         live.lost_url = ""

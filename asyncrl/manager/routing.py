@@ -143,6 +143,7 @@ class ServerTable:
     attempts: Fence[int] = field(default_factory=lambda: Fence(1))
     served: int = -1  # newest version of this attempt that any server has served; never decreases within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
+    training: bool = False  # shared devices: it is training's turn, so no server may serve
     _last_picked: str = ""
     _dead_urls: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _told_dead: list[str] | None = None  # cache of dead_urls; None: must be recomputed

@@ -107,7 +107,7 @@ class UpdatePlan:
         self._failures: dict[str, _Failed] = {}
         self._loaded: dict[str, WeightVersion] = {}  # the newest version that each server has loaded
         self._silent: set[str] = set()  # servers that do not answer, or were replaced
-        self.training = shares_devices  # training's turn, until the master says that generation may use the devices
+        table.training = shares_devices  # until the master says that generation may use the devices
         self._least: WeightVersion | None = None  # shared devices: servers load no older version
 
     @property
@@ -146,14 +146,14 @@ class UpdatePlan:
     def take_turn(self, *, training: bool, version: WeightVersion) -> bool:
         """Shared devices: training or generation may use them now. version: the one that training has reached. Returns whether that
         is news."""
-        news = (training, version) != (self.training, self._least)
-        self.training, self._least = training, version
+        news = (training, version) != (self._table.training, self._least)
+        self._table.training, self._least = training, version
         return news
 
     def sleepers(self, now: float) -> list[Sleep]:
         """Return the servers that must sleep now: in training's turn, those that may hold shared devices. They are out of service
         from this call on."""
-        if not self.training:
+        if not self._table.training:
             return []
         states = (ServerState.STALE, ServerState.HEALTHY, ServerState.SUSPECT)
         found = []
@@ -185,7 +185,7 @@ class UpdatePlan:
 
     def due(self, now: float) -> list[Update]:
         """Return the updates to begin now. Their servers are UPDATING from this call on."""
-        if self.target is None or self.training or (self._least is not None and self.target < self._least):
+        if self.target is None or self._table.training or (self._least is not None and self.target < self._least):
             return []
         servers = self._table.servers
         for name in [

@@ -397,7 +397,7 @@ class Management:
             missing = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
         if refusal in _WANT_OF_SERVERS:
             missing = missing or "generation servers"
-        if self.fleet.plan.training or self.ledger.finished:
+        if self.table.training or self.ledger.finished:
             missing = ""  # sleeping servers are not awaited, nor is any at the end of the run
         now = self._clock.monotonic()
         if not self._missing:

@@ -3,6 +3,9 @@
     training()     report the turn -> gserver manager: every server interrupts its requests and sleeps -> devices free
     generation()   all models leave the devices -> report the turn -> gserver manager: servers wake and load the newest version
 
+Generation has a turn only if the next step has to wait for data, or for an evaluation. In training's turn unfinished rollouts wait
+with the tokens that they have, and continue under the weights of generation's next turn.
+
 The manager counts a device as used until the server has confirmed its release, or its process has left name resolve. A server and
 a manager begin in training's turn, so a restart of either cannot take a device from training. A model worker loads nothing before
 the first turn of its attempt.
@@ -71,7 +74,10 @@ class DeviceTurns(Turns):
                 view = await self._reports.report(wait_s=LONG_POLL_S, after_revision=view.revision)
 
     async def generation(self) -> None:
-        """Move the models off the devices, then let the servers wake. The newest version must be published."""
+        """Move the models off the devices, then let the servers wake. The newest version must be published. No effect in
+        generation's turn."""
+        if self._reports.turn == "generation":
+            return
         await self._caller.call("models to leave the devices", self._workers, ReleaseDevices())
         self._reports.turn = "generation"
         await self._reports.report()

@@ -61,6 +61,9 @@ class Publisher:
     async def served(self) -> None:
         """Wait until the newest version is served. Raises WaitTimeoutError."""
 
+    async def let_generate(self) -> None:
+        """Begin generation's turn on shared devices."""
+
     async def serve_average(self) -> None:
         """Let the actor's moving average (train.ema) generate, for an evaluation after the last step. Raises WaitTimeoutError."""
         # It is copied over the weights that generate, so no later step may follow
@@ -134,6 +137,13 @@ class WeightPublisher(Publisher):
         served = [WeightVersion.parse(server.version) for server in self._reports.servers if server.version]
         await asyncio.to_thread(self._files.prune_versions, served)
         self._books.note("published", version=version.version)
+
+    async def let_generate(self) -> None:
+        """Shared devices: generation's turn begins, with the newest version. Every call of the last step that needs the models must
+        have been sent: workers execute calls in order. No effect in generation's turn, and without shared devices."""
+        if self._turns.is_shared:
+            await self.finished()
+            await self._turns.generation()
 
     async def replace_damaged(self, damaged: str) -> None:
         """Rewrite the newest version if the gserver manager reports it as damaged on disk, unless it was rewritten less than

@@ -170,13 +170,14 @@ class Rollouts(BatchSource):
         workers: ModelWorkers,
         reports: ManagerReports,
         replace_damaged: Callable[[str], Awaitable[None]],
+        let_generate: Callable[[], Awaitable[None]],
         services: Services,
         *,
         leaving: asyncio.Event,
     ) -> None:
-        """replace_damaged: WeightPublisher.replace_damaged. leaving: set when the launcher stops the run."""
+        """replace_damaged, let_generate: of WeightPublisher. leaving: set when the launcher stops the run."""
         self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
-        self._replace_damaged, self._leaving = replace_damaged, leaving
+        self._replace_damaged, self._let_generate, self._leaving = replace_damaged, let_generate, leaving
         self._board, self._clock = services.board, services.clock
         self._train, self._limit_s = config.train, config.train.data_timeout_s
         self._former = BatchFormer(
@@ -245,6 +246,7 @@ class Rollouts(BatchSource):
             await self._replace_damaged(view.damaged)
             if not isinstance(decision, NotReady):
                 return decision.tickets
+            await self._let_generate()
             if runner is not None:
                 runner.look(view)
             if decision.drop:

@@ -120,8 +120,9 @@ class Trainer:
             if books.step == self._config.first_step:
                 raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
-        if self._turns.is_shared:
-            await unless(self._leaving, self._evaluations.ended())  # they need the servers, with these weights
+        if self._turns.is_shared and self._evaluations.num_running:  # they need the servers, with these weights
+            await self._publisher.let_generate()
+            await unless(self._leaving, self._evaluations.ended())
             if self._leaving.is_set():
                 return False
         await self._turns.training()
@@ -155,10 +156,6 @@ class Trainer:
         await self._profiles.after_step(books.step)
         last = books.is_over()
         self._run_schedules(last)
-        if self._turns.is_shared and not (last or self._leaves()):
-            # Give the devices to generation. Every call that needs the models has been sent: workers execute calls in order
-            await self._publisher.finished()
-            await self._turns.generation()
         return last
 
     def _throughput(self, metas: Sequence[TrajectoryMeta], result: StepResult, step_s: float) -> dict[str, float]:

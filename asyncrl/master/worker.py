@@ -229,6 +229,7 @@ class MasterWorker(Worker):
             workers,
             reports,
             publisher.replace_damaged,
+            publisher.let_generate,
             services,
             leaving=leaving,
         )

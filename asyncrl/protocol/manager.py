@@ -108,8 +108,13 @@ class ScheduleRequest(Struct, frozen=True, kw_only=True):
     busy: bool = False  # the present server is healthy, but its queue is full; the reply may name this server again
 
 
+TRAININGS_TURN = "trainings_turn"
+
+
 class ScheduleReply(Struct, frozen=True, kw_only=True):
-    server: str = ""  # empty: none is assigned; `reason` is no_server (ask again) or unknown_ticket
+    # Empty: none is assigned. `reason` is no_server (ask again), TRAININGS_TURN (training uses the servers' devices: ask again) or
+    # unknown_ticket
+    server: str = ""
     server_url: str = ""
     reason: str = ""
 

@@ -3,6 +3,7 @@
 It sends one HTTP request per group member and piece. A piece has at most new_tokens_per_chunk tokens. After a full piece, or an
 interruption (the server was updated; finish reason `abort`), the response continues on the same server with its tokens as prefix.
 If the server is lost, stays full for long, or leaves the run, the response continues on another one that the gserver manager names.
+If servers share their devices with training, responses wait for the end of training's turns; that time counts in no other limit.
 All members of a group move together. Every token keeps the logprob and the weight version that its server reported.
 
 Each request is bounded by request_timeout_s, and each response by the number of failures without a new token, so every wait ends.
@@ -17,7 +18,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -28,11 +29,12 @@ from yarl import URL
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status, classify, refuses_content
 from asyncrl.protocol.generation import GenerateReply, GenerateRequest, SamplingParams
-from asyncrl.protocol.manager import ScheduleReply, Ticket
+from asyncrl.protocol.manager import TRAININGS_TURN, ScheduleReply, Ticket
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
 from asyncrl.runtime.services import Services
@@ -60,6 +62,8 @@ class Route:
 
     __slots__ = (
         "__weakref__",
+        "_held_s",
+        "_held_since",
         "generate_url",
         "lock",
         "moves",
@@ -78,12 +82,28 @@ class Route:
         self.moves = 0
         self.out: dict[str, URL] = {}  # outstanding requests and their servers; bounded by the client's slots
         self.lock = asyncio.Lock()
+        self._held_s = 0.0  # in training's turns that are over
+        self._held_since: float | None = None
 
     def go_to(self, server: str, url: str) -> None:
         self.server = server
         self.server_url = url  # the manager's exact string
         self.url = URL(url)
         self.generate_url = self.url / "generate"
+
+    @contextlib.contextmanager
+    def held(self, clock: Clock) -> Iterator[None]:
+        """Training has its turn within the `with` block. The caller holds the lock."""
+        self._held_since = clock.monotonic()
+        try:
+            yield
+        finally:
+            self._held_s += clock.monotonic() - self._held_since
+            self._held_since = None
+
+    def without_turns(self, now: float) -> float:
+        """Return the time (monotonic seconds) less the seconds that the ticket has waited for the ends of training's turns."""
+        return (now if self._held_since is None else self._held_since) - self._held_s
 
 
 @dataclass
@@ -129,14 +149,15 @@ class PartialRolloutManager:
         *,
         new_tokens_per_chunk: int,
         request_timeout_s: float,
+        turn_limit_s: float,
         max_requests: int,
         pauses: Pauses | None = None,
     ) -> None:
-        """Call this on the event loop that uses the object."""
+        """Call this on the event loop that uses the object. turn_limit_s: of the wait for the end of one of training's turns."""
         self._chooser = chooser
         self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._chunk = new_tokens_per_chunk
-        self._timeout_s = request_timeout_s
+        self._timeout_s, self._turn_limit_s = request_timeout_s, turn_limit_s
         self._pauses = pauses or Pauses()
         self._slots = asyncio.Semaphore(max_requests)
         self._waits = _ServerWaits(self._board, request_timeout_s)
@@ -166,7 +187,7 @@ class PartialRolloutManager:
     ) -> list[Response]:
         """Return one response for each of the inputs, in order.
 
-        Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`) or RolloutRejected
+        Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`, `long_turn`) or RolloutRejected
         (`generation_refused`, `empty_response`, `bad_logprobs`, `bad_tokens`). The first failure cancels the other responses.
         Cancellation aborts the requests on their servers.
         """
@@ -193,7 +214,7 @@ class PartialRolloutManager:
         self._routes[route.ticket.ticket_id] = route
         response = Response(list(input_ids))
         failures = aborts = 0  # since the last new token
-        busy_since = 0.0  # time of the first busy answer since the last new token; 0: none
+        busy_since = 0.0  # time of the first busy answer since the last new token, without training's turns; 0: none
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
             asked = min(missing, self._chunk)
             moves = route.moves
@@ -212,8 +233,9 @@ class PartialRolloutManager:
                 if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
                     raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
             except _ServerBusyError as error:
-                busy_since = busy_since or self._clock.monotonic()
-                if self._clock.monotonic() - busy_since > self._timeout_s:
+                now = route.without_turns(self._clock.monotonic())
+                busy_since = busy_since or now
+                if now - busy_since > self._timeout_s:
                     raise RolloutReleased(
                         "servers_busy", f"no server took a request within {self._timeout_s:g} s: {error}"
                     ) from error
@@ -354,7 +376,7 @@ class PartialRolloutManager:
         """Ask the manager for another server, unless another member of the group has done so since the request was sent.
 
         The manager may name the same server again if it is healthy. Waits for /schedule_request, for at most request_timeout_s;
-        unblocked by a server becoming healthy.
+        unblocked by a server becoming healthy. On shared devices it waits for the end of training's turn first.
         """
         if failures > _MAX_FAILURES:
             raise RolloutReleased("server_lost", f"{route.server}, after {failures} failures in a row: {error}")
@@ -363,10 +385,7 @@ class PartialRolloutManager:
                 return
             lost, busy = route.server, isinstance(error, _ServerBusyError)
             try:
-                asked = self._ask_for_server(route, busy)
-                reply = await self._board.bounded(
-                    asked, what="another server", on="gserver manager", limit_s=self._timeout_s
-                )
+                reply = await self._named_server(route, busy)
             except WaitTimeoutError:
                 raise RolloutReleased("no_server", f"{lost} was lost ({error}), and no other became healthy") from error
             except ServiceError as refusal:
@@ -383,12 +402,37 @@ class PartialRolloutManager:
         if failures > 1:
             await asyncio.sleep(self._pauses.schedule_s[min(failures, len(self._pauses.schedule_s)) - 1])
 
-    async def _ask_for_server(self, route: Route, busy: bool) -> ScheduleReply:
+    async def _named_server(self, route: Route, busy: bool) -> ScheduleReply:
+        """Wait until the manager names a server: at most request_timeout_s without a turn of training, and turn_limit_s in each.
+        A ticket waits in at most 1 + eta turns: no step begins without a group that would become too old."""
+        while True:
+            asked = self._ask_for_server(route, busy, in_turn=False)
+            reply = await self._board.bounded(
+                asked, what="another server", on="gserver manager", limit_s=self._timeout_s
+            )
+            if reply.server:
+                return reply
+            with route.held(self._clock):
+                reply = await self._after_turn(route, busy)
+            if reply.server:
+                return reply
+
+    async def _after_turn(self, route: Route, busy: bool) -> ScheduleReply:
+        asked = self._ask_for_server(route, busy, in_turn=True)
+        try:
+            return await self._board.bounded(
+                asked, what="the end of training's turn", on="master", limit_s=self._turn_limit_s
+            )
+        except WaitTimeoutError as error:
+            raise RolloutReleased("long_turn", str(error)) from error
+
+    async def _ask_for_server(self, route: Route, busy: bool, *, in_turn: bool) -> ScheduleReply:
+        """Ask until the manager names a server, or until training's turn begins. in_turn: until it ends."""
         for delay_s in itertools.chain(self._pauses.schedule_s, itertools.repeat(self._pauses.schedule_s[-1])):
             reply = await self._chooser.schedule(
                 route.ticket.ticket_id, route.server, lost_url=route.server_url, busy=busy
             )
-            if reply.server:
+            if reply.server or (reply.reason == TRAININGS_TURN) is not in_turn:
                 return reply
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable")

@@ -181,6 +181,7 @@ def _check_arguments(found: type, field: str, given: Mapping[str, Any], own: Seq
 
 
 _MAX_DETAIL_CHARS = 400  # length of the detail in a report about a rollout without a trajectory
+_LOOK_S = 0.05  # least wait for a rollout whose time limit stands still in training's turn
 _CANCEL_LIMIT_S = 5.0  # for a cancelled agent to end
 _MAX_LEFT_BEHIND = 64  # cancelled agents that have not ended; at this number every further rollout is rejected
 # Reasons of a head to refuse a trajectory because of its content (model/trajectory_receiver.py). A retry would be refused again.
@@ -249,7 +250,7 @@ class Rollouts:
         """Run the task's agent and answer its requests to the policy until it returns its trajectory.
 
         The agent's own waits (such as an environment that hangs) end at rollout.rollout_timeout_s, or when the manager revokes the
-        overdue ticket.
+        overdue ticket. Waits for the ends of training's turns (shared devices) do not count in this limit.
         """
         limit_s = self.timeout_s
         if len(self._left_behind) >= _MAX_LEFT_BEHIND:
@@ -261,8 +262,11 @@ class Rollouts:
         collecting = asyncio.ensure_future(self._play(task, route, prompt, obs_queue, act_queue))
         answering = asyncio.ensure_future(self._answer(route, obs_queue, act_queue))
         try:
-            both = {collecting, answering}
-            done, _ = await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            both, done, left_s = {collecting, answering}, set[asyncio.Future[Any]](), limit_s
+            ends = route.without_turns(self._clock.monotonic()) + limit_s
+            while not done and left_s > 0.0:
+                done, _ = await asyncio.wait(both, timeout=max(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+                left_s = ends - route.without_turns(self._clock.monotonic())
             if not done:
                 raise RolloutRejected(
                     "rollout_timeout", f"the agent of task {task.name!r} took more than {limit_s:g} s"

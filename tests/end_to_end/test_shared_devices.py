@@ -22,10 +22,27 @@ from whole_runs import BATCH, STEPS, final_weights, launch_synchronous, starting
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.lineage import audit
+from tests.support.replays import (
+    LOGPROB_ERROR,
+    check_versions_of_tokens,
+    largest_difference,
+    recording_of_lineage,
+    trained_apart,
+)
 
 LIMIT_S = 400.0
 SHARED = "allocation=transformers.d2p1m1@0-1+d2p1m1@0-1"
 MEGABYTE = 1 << 20
+AHEAD = (
+    "manager.max_head_offpolicyness=2",
+    "rollout.sampling.max_new_tokens=64",
+    "rollout.new_tokens_per_chunk=64",
+    "train.optimizer.lr=1e-3",
+    "train.optimizer.warmup_steps=0",
+    "train.batch_size=4",
+    "record.trajectories=true",
+    "eval.prompts=null",
+)
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -136,6 +153,32 @@ def test_a_server_killed_asleep_and_a_trainer_killed_while_servers_sleep_lose_no
     found = audit(run.run_dir)
     assert found.problems == []
     assert [stretch.attempt for stretch in found.lineage] == [1, 2]
+
+
+@pytest.mark.release
+def test_responses_go_on_over_turns_and_the_updates_equal_those_on_devices_of_their_own(
+    start: Callable[..., RunHandle], tmp_path: Path
+) -> None:
+    """With eta = 2, and a trainer that is killed in its turn: what the run has trained is trained again on devices of its own."""
+    run = start(*AHEAD, "train.max_steps=12", "checkpoint.every_steps=1", "runtime.frozen_after_s=0")
+    run.wait_for_step(4, LIMIT_S)
+    freeze_trainer_in_its_turn(run).kill()
+    assert run.wait(LIMIT_S) == 0, run.output()
+    assert audit(run.run_dir).problems == []
+    assert [stretch.attempt for stretch in audit(run.run_dir).lineage] == [1, 2]
+    assert max(step["offpolicy/head_max"] for step in train_steps(run.run_dir)) == 2
+
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    metas = [group.header.meta for group in recorded]
+    mixed = [meta for meta in metas if min(meta.version_start) < max(meta.version_end)]
+    assert len(mixed) > 3, f"{len(mixed)} of {len(metas)} groups were interrupted by a turn of training"
+    with trained_apart(tmp_path / "tiny" / "tiny.yaml", tmp_path / "recorded", *AHEAD) as apart:
+        assert apart.wait(LIMIT_S) == 0, apart.output()
+        weights, begun = final_weights(run.run_dir), load_file(tmp_path / "tiny" / "model" / "model.safetensors")
+        assert largest_difference(weights, final_weights(apart.run_dir)) < 1e-5
+        assert largest_difference(weights, begun) > 1e-3
+        assert check_versions_of_tokens(recorded, apart.run_dir) > 10 * LOGPROB_ERROR
+    assert_nothing_left(run.run_dir)
 
 
 class Memory(threading.Thread):

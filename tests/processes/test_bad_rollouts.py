@@ -20,7 +20,7 @@ from test_rollout_worker import Stage
 from asyncrl.config.schema import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.generation import FinishReason, GenerateReply
-from asyncrl.protocol.manager import ScheduleReply
+from asyncrl.protocol.manager import TRAININGS_TURN, ScheduleReply
 from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent
@@ -152,6 +152,25 @@ async def test_an_agent_that_hangs_is_rejected_after_rollout_timeout_s(stage: St
         ("rejected", "rollout_timeout", ""),
         ("rejected", "agent_error", "the agent raised RuntimeError('SystemExit: 4')"),
     ]
+
+
+async def test_training_s_turns_do_not_count_in_rollout_timeout_s(stage: Stage) -> None:
+    stage.manager.replacement = ScheduleReply(reason=TRAININGS_TURN)
+    stage.server.script.extend(["disconnect"] * 3 * 4)  # the server sleeps: all tries of the three responses fail
+    stage.server.script_beyond = 4  # with four tokens of each response
+    await stage.start()
+    await stage.until_it_runs()
+    limit_s = stage.worker.rollouts.timeout_s = 2.0
+    await stage.grant(stage.ticket(0))
+    async with stage.manager.changed:
+        await asyncio.wait_for(stage.manager.changed.wait_for(lambda: stage.manager.schedules), LIMIT_S)
+    await asyncio.sleep(1.5 * limit_s)
+    assert not stage.manager.results
+    stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)
+    await stage.results(1)
+    await stage.end()
+    (result,) = stage.manager.results.values()
+    assert (result.outcome, result.reason) == ("stored", "")
 
 
 async def test_an_agents_numbers_that_would_break_training(stage: Stage) -> None:

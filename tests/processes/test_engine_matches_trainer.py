@@ -101,6 +101,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
         make_services(logger=LOGGER),
         new_tokens_per_chunk=8,  # so that the engine waits for a slow client: responses must not end before the update
         request_timeout_s=60.0,
+        turn_limit_s=60.0,
         max_requests=2 * GROUP,
     )
     yield client

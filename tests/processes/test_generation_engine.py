@@ -638,6 +638,28 @@ async def test_it_sleeps_without_its_memory_and_wakes_with_the_same_tokens(store
         assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
+async def test_a_response_that_sleep_interrupts_goes_on_under_the_weights_of_the_next_turn(store: Store) -> None:
+    prompt, greedy = [5, 2, 9], SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    async with running(store, max_running_requests=1) as engine:
+        first = engine.submit(EngineRequest("first", prompt, greedy))
+        await until(engine, lambda: engine.stats().num_tokens > 6)
+        waiting = engine.submit(EngineRequest("waiting", prompt, greedy))
+        await engine.sleep()
+        begun = await first
+        assert (begun.finish.type, only_version(begun)) == ("abort", str(V0))
+        assert 6 < len(begun.token_ids) < 40
+        with pytest.raises(
+            EngineUnavailable, match="sleeps"
+        ):  # so its client does not wait for an answer for a whole turn
+            await waiting
+        await engine.wake()
+        await engine.load_weights(store.path(V1), V1)
+        await engine.resume()
+        rest = await engine.submit(EngineRequest("rest", prompt + begun.token_ids, greedy))
+        assert only_version(rest) == str(V1)
+        close_to(rest.logprobs, store.logprobs(V1, prompt + begun.token_ids, rest.token_ids))
+
+
 async def test_an_engine_that_begins_asleep_starts_when_it_wakes(store: Store) -> None:
     engine = TransformersEngine(EngineArguments(str(store.model_path), CONFIG, asleep=True))
     assert engine.failure is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from aiohttp import web
 from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_of
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.protocol.manager import ScheduleReply, Ticket
+from asyncrl.protocol.manager import TRAININGS_TURN, ScheduleReply, Ticket
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
@@ -36,10 +37,13 @@ class Chooser:
         self.servers: list[FakeGenerationServer] = []
         self.lost: list[str] = []
         self.busy = 0  # number of calls that gave a busy server as their reason
+        self.turns: list[str] = []  # reasons of the next answers, which name no server
 
     async def schedule(self, ticket_id: str, lost_server: str, *, busy: bool, **_: object) -> ScheduleReply:
         self.lost.append(lost_server)
         self.busy += busy
+        if self.turns:
+            return ScheduleReply(reason=self.turns.pop(0))
         if not self.servers:
             return ScheduleReply(reason="no_server")
         server = self.servers.pop(0)
@@ -87,7 +91,12 @@ async def make_client(chooser: Chooser, services: Services) -> AsyncIterator[Mak
     made: list[PartialRolloutManager] = []
 
     async def make(pauses: dict[str, Any] | None = None, **options: Any) -> PartialRolloutManager:
-        defaults = {"new_tokens_per_chunk": 16, "request_timeout_s": LIMIT_S, "max_requests": 128}
+        defaults = {
+            "new_tokens_per_chunk": 16,
+            "request_timeout_s": LIMIT_S,
+            "turn_limit_s": LIMIT_S,
+            "max_requests": 128,
+        }
         options["pauses"] = replace(limits, **(pauses or {}))
         client = PartialRolloutManager(chooser, services, **{**defaults, **options})
         made.append(client)
@@ -327,6 +336,38 @@ async def test_no_server_to_be_had_gives_the_ticket_back(make_client: MakeClient
         await client.generate(Route(ticket_at(gone)), [PROMPT] * 3, SAMPLING, [0])
     assert caught.value.reason == "no_server"
     assert len(chooser.lost) >= 2  # the client asked again
+
+
+async def test_responses_wait_for_the_end_of_trainings_turn_with_their_tokens(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    """Servers sleep for longer than request_timeout_s. After it they have other weights, and are full for a moment."""
+    server, chunk = servers[0], len(PROMPT) + 1 + 16
+    server.script_beyond = len(PROMPT) + 1  # the second piece of each response is interrupted, then the server sleeps
+    server.script.extend([5, 5, *(web.Response(status=503) for _ in range(6))])
+    server.version_after_interrupt = 2
+    chooser.turns = ["no_server", *[TRAININGS_TURN] * 8]
+    chooser.servers = [server] * 20
+    client = await make_client({"busy_s": (0.0,), "schedule_s": (0.1,)}, request_timeout_s=0.5)
+    route = Route(ticket_at(server))
+    began = time.monotonic()
+    responses = await client.generate(route, [[1, *PROMPT], [2, *PROMPT]], SAMPLING, [0])
+    assert [response.output_ids for response in responses] == [continuation([n, *PROMPT], 32) for n in (1, 2)]
+    assert {len(request.input_ids) for request in server.requests} == {len(PROMPT) + 1, chunk, chunk + 5}
+    held_s = time.monotonic() - route.without_turns(time.monotonic())
+    assert 0.7 < held_s < time.monotonic() - began
+    assert chooser.turns == []
+
+
+async def test_a_turn_of_training_has_a_limit(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    servers[0].script.extend(web.Response(status=503) for _ in range(100))
+    chooser.turns = [TRAININGS_TURN] * 1000
+    client = await make_client({"busy_s": (0.0,), "schedule_s": (0.02,)}, turn_limit_s=0.2)
+    with pytest.raises(RolloutReleased, match=r"waited 0\.2 s for the end of training's turn from master") as caught:
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "long_turn"
 
 
 async def test_a_frozen_server_is_left_after_the_timeout(

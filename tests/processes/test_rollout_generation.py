@@ -50,6 +50,7 @@ async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(
         make_services(),
         new_tokens_per_chunk=64,
         request_timeout_s=60.0,
+        turn_limit_s=60.0,
         max_requests=32,
     )
     prompt = [5, 6, 7, 8]

@@ -109,6 +109,7 @@ async def a_client(setup: Setup) -> AsyncIterator[PartialRolloutManager]:
         make_services(setup.info, logger=LOGGER),
         new_tokens_per_chunk=1024,
         request_timeout_s=60.0,
+        turn_limit_s=60.0,
         max_requests=64,
     )
     try:

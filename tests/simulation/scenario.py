@@ -235,7 +235,7 @@ def _with_features(scenario: Scenario) -> Scenario:
         {"reference": draw.choice(("", "", "", "", "wait", "continue"))},
         {"arriving": draw.random() < 0.7},
         {"has_cpu_worker": draw.random() < 0.2},
-        {"shares_devices": draw.random() < 0.6},
+        {"shares_devices": draw.random() < 0.4},
         {"full_every": draw.choice((1, 1, 2, 4))},
         {"has_step": draw.random() < 0.3},
     ]

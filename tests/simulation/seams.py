@@ -295,7 +295,8 @@ def _noting_put(real: Any) -> Any:
 def _noting_push(real: Any) -> Any:
     async def push(self: Any, meta: TrajectoryMeta, sample: Any, *, head: int, timeout_s: float) -> StoreVerdict:
         process = here()
-        process.world.note(process, "pushed", ticket=meta.ticket_id, head=head)
+        is_mixed = min(meta.version_start) < max(meta.version_end)
+        process.world.note(process, "pushed", ticket=meta.ticket_id, head=head, mixed=is_mixed)
         verdict: StoreVerdict = await real(self, meta, sample, head=head, timeout_s=timeout_s)
         process.world.note(process, "acked", ticket=meta.ticket_id, verdict=verdict.verdict)
         return verdict

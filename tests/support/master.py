@@ -25,7 +25,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.checkpointing import Checkpointer
-from asyncrl.master.device_turns import Turns
+from asyncrl.master.device_turns import DeviceTurns, Turns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
@@ -110,7 +110,14 @@ def make_books(
 
 def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:
     return LedgerView(
-        known=True, revision=1, served_version=served, exhausted=exhausted, live=[], rejected=rejected or [], servers=[]
+        known=True,
+        revision=1,
+        served_version=served,
+        exhausted=exhausted,
+        live=[],
+        rejected=rejected or [],
+        servers=[],
+        devices_free=True,
     )
 
 
@@ -121,6 +128,7 @@ class PlayedManager:
         self.view = ledger()
         self.later: dict[int, LedgerView] = {}  # number of a report -> its answer
         self.reports = 0
+        self.turns: list[str] = []  # of shared devices, each once
         self.evaluating = asyncio.Event()
         self.evaluations: list[str] = []
         self.may_end = asyncio.Event()
@@ -150,6 +158,8 @@ class PlayedManager:
                 done=True, num_finished=len(results), num_total=len(results), results=results[body.after :]
             )
         self.reports += 1
+        if self.turns[-1:] != [body.turn]:
+            self.turns.append(body.turn)
         if self.reports in self.later:
             return self.later[self.reports]
         view, self.view = self.view, ledger(exhausted=self.view.exhausted, served=self.view.served_version)
@@ -190,9 +200,10 @@ class MasterParts:
         rewrite_pause_s: float = REWRITE_PAUSE_S,
         state: MasterState | None = None,
         source: Callable[[MasterParts], Any] | None = None,
+        shares_devices: bool = False,
     ) -> None:
         """manager: has `post`, like a ServiceClient. caller: has `call`, like a WorkerCaller.
-        source: makes a replacement for the rollouts."""
+        source: makes a replacement for the rollouts. shares_devices: the first model worker shares its device."""
         logger = logging.getLogger("asyncrl.master")
         self.manager, self.caller, self.files = manager, caller, MasterFiles(config)
         services = make_services(config.worker, logger=logger, clock=clock)
@@ -213,6 +224,9 @@ class MasterParts:
         evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
         self.evaluations = Evaluations(config.eval, num_prompts, self.books, evaluator, services)
         turns = Turns()
+        if shares_devices:
+            attempt, board = config.worker.attempt, services.board
+            turns = DeviceTurns(self.reports, caller, [0], directory, attempt=attempt, board=board, limit_s=LIMIT_S)
         self.publisher = WeightPublisher(
             config,
             self.books,
@@ -233,6 +247,7 @@ class MasterParts:
             self.workers,
             self.reports,
             self.publisher.replace_damaged,
+            self.publisher.let_generate,
             services,
             leaving=self.leaving,
         )

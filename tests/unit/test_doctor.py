@@ -250,7 +250,7 @@ def test_packages():
             "fail",
             "use allocation=sglang.d1p1m1+d2p1m1, or allocation=sglang.d3p1m1@0-2+",
         ),
-        (1, "transformers.d1+d1", "async", "fail", "use allocation=transformers.d1p1m1@0+d1p1m1@0 with"),
+        (1, "transformers.d1+d1", "async", "fail", "use allocation=transformers.d1p1m1@0+d1p1m1@0, or"),
         (3, "sglang.d2p1m2+d2p1m1", "async", "fail", "use 6 GPUs; two processes"),
         (4, "external.d4p1m1+d4p1m1", "async", "ok", "0 for generation, 4 for training"),
         (9, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "ok", "4 for generation, 5 for training"),

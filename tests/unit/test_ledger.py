@@ -24,6 +24,7 @@ from asyncrl.protocol.manager import (
     LedgerView,
     MasterReport,
     RolloutResult,
+    ScheduleReply,
     ScheduleRequest,
     Ticket,
 )
@@ -610,6 +611,25 @@ def test_a_ticket_whose_server_is_lost_gets_another_server() -> None:
     assert desk.ledger.schedule(unknown, 0.0).reason == "unknown_ticket"
     desk.finish(ticket)
     assert [desk.table.servers[name].running for name in (ticket.server, other)] == [0, 0]
+
+
+def test_in_trainings_turn_a_ticket_without_a_server_is_told_to_wait_and_its_pace_does_not_count() -> None:
+    desk = Desk()
+    held, other = desk.take(2)
+    desk.table.training = True
+    (name,) = desk.table.servers
+    desk.table.begin_sleep(name)
+    request = ScheduleRequest(ticket_id=held.ticket_id, worker="rollout_worker/0", lost_server=name, busy=True)
+    assert desk.ledger.schedule(request, 0.0) == ScheduleReply(reason="trainings_turn")
+    desk.table.training = False
+    assert desk.ledger.schedule(request, 0.0).reason == "no_server"  # it loads weights
+    desk.serve(0)
+    assert desk.ledger.schedule(request, 0.0).server == name
+    desk.now = 1000.0
+    desk.finish(held, group=group(3))
+    assert desk.table.servers[name].pace.num_groups == 0
+    desk.finish(other, group=group(3))
+    assert desk.table.servers[name].pace.num_groups == 1
 
 
 def moved_of(desk: Desk, *held: Ticket) -> dict[str, str]:

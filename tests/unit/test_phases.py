@@ -19,12 +19,12 @@ HYBRID = replace(
 )
 
 
-def test_a_phase_that_shares_devices_cannot_run_ahead_and_the_others_keep_the_settings():
+def test_a_phase_that_shares_devices_neither_streams_nor_broadcasts_and_the_others_keep_the_settings():
     shared, own, last = phases(HYBRID)
     assert [allocation_of(phase).until for phase in (shared, own, last)] == [20, 30, 0]
     assert allocation_of(shared).shared_workers == (0, 1)
     assert (shared.manager.max_head_offpolicyness, shared.weights.transport, shared.train.streaming) == (
-        0,
+        4,
         "disk",
         False,
     )

@@ -87,6 +87,14 @@ def test_a_seed_replays_exactly():
     assert expected <= kinds  # the invariants check only recorded events
 
 
+def test_on_shared_devices_responses_go_on_over_turns_of_training():
+    seeds = [seed for seed in range(200) if (found := scenario_of(seed)).shares_devices and found.eta >= 2]
+    assert len(seeds) > 10  # the campaign has them
+    done = [explain(seed, faults=False) for seed in seeds[:2]]
+    assert [one.violation for one in done] == ["", ""]
+    assert all(sum(" pushed " in event and "mixed=True" in event for event in one.events) > 5 for one in done)
+
+
 def test_another_seed_is_another_run():
     assert explain(7).digest != explain(8).digest
 

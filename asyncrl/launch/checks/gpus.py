@@ -71,9 +71,7 @@ def _fitting(allocation: Allocation, found: int) -> str:
     if allocation.names or any(grid != grid.only(SAMPLES) for grid in (allocation.generation, *grids)):
         return ""
     engine, numbers = allocation.engine or DEFAULT_ENGINE, f"@0-{found - 1}" if found > 1 else "@0"
-    shared = (
-        f"allocation={engine}.d{found}p1m1{numbers}+d{found}p1m1{numbers} with manager.max_head_offpolicyness=0, or "
-    )
+    shared = f"allocation={engine}.d{found}p1m1{numbers}+d{found}p1m1{numbers}, or "
     return (f"allocation={engine}.d{found // 2}p1m1+d{found - found // 2}p1m1, or " if found > 1 else "") + shared
 
 
