@@ -185,10 +185,12 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 def check_packing(rank: int, grid: str, path: str, fault: float) -> str:
-    """The message of the self-check of packing, or "". fault: share of the sum over the row so far that each MLP adds."""
+    """The message of the self-check of packing, or "". fault: share of the sum over the row so far that each layer adds to the input
+    of its MLP."""
     engine = make_engine(grid, path)
     for layer in engine.model.model.layers if fault else ():
-        layer.mlp.register_forward_hook(lambda _, arguments, output: output + fault * arguments[0].cumsum(1))
+        norm = layer.post_attention_layernorm
+        norm.register_forward_hook(lambda _, arguments, output: output + fault * output.cumsum(1))
     try:
         self_check.check_packing(engine)
     except SelfCheckError as error:
