@@ -175,7 +175,7 @@ class TrainEngine:
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
         if grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
-        vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
+        tensor = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
         if grid.num_stages > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
         by_fsdp = grid.num_replicas > 1  # FSDP casts by itself
@@ -185,7 +185,7 @@ class TrainEngine:
             is_first=mesh.is_first_stage,
             is_last=mesh.is_last_stage,
             autocast=None if by_fsdp else self._compute_dtype,
-            vocab=vocab if model.kind == "lm" else None,
+            tensor=tensor,
             hidden_dtype=self._compute_dtype or dtype,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
@@ -204,7 +204,8 @@ class TrainEngine:
             sharding.apply_data_parallel(stage, mesh, self._compute_dtype)
         self._slots = filler.slots
         self._split = filler.split
-        self._partial = skeleton.partial & filler.slots.keys()
+        if tensor is not None:
+            self._partial = filler.slots.keys() - filler.split
         return stage
 
     # ---------------------------------------------------------------------------------------------------------- inference
@@ -249,7 +250,8 @@ class TrainEngine:
     # ------------------------------------------------------------------------------------------------------ micro-batches
 
     def _set_up(self, sample: SequenceSample | None, *, min_count: int, temperature: float) -> Work:
-        """Give the stage its micro-batches: the same number on all data ranks, and with a pipeline all of one length."""
+        """Give the stage its micro-batches: the same number on all data ranks, and with a pipeline all of one length, which the
+        tensor ranks divide evenly."""
         batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
         lengths = batch.lengths if batch is not None else ()
         budget = self._max_tokens
@@ -257,7 +259,8 @@ class TrainEngine:
         count = self._largest(len(plan))
         if count > len(plan):
             plan = plan_micro_batches(lengths, budget, min_count=count)
-        pad_to = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
+        longest = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
+        parts = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
         packed, of_sequences = [], []
         for micro_batch in plan:
             # An empty micro-batch is one token without a target, so every parameter gets a gradient of zero
@@ -265,6 +268,7 @@ class TrainEngine:
             ids = np.zeros(1, np.int64)
             if batch is not None and micro_batch.sequences:
                 ids = batch.select(micro_batch.sequences)["packed_input_ids"]
+            pad_to = -(-max(longest, sum(own)) // parts) * parts
             packed.append(Packed.of(ids, own, pad_to=pad_to, device=self.device))
             of_sequences.append(own)
         self.module.micro_batches = packed

@@ -6,7 +6,7 @@ numbers per token for backward (normaliser and entropy); backward recomputes eac
 nothing in backward. Nor does the entropy, if no loss uses it.
 
 Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer. Forward reduces three sums and a maximum per
-token over the ranks, backward the gradient of the hidden states.
+token over the ranks. Backward leaves it to the caller to sum the gradient of the hidden states.
 
 Shapes: N tokens, H hidden size, V vocabulary (of this rank), C tokens and U words of a block.
 """
@@ -47,7 +47,7 @@ def token_logprobs(
     output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`). cap: logits are cap * tanh(outputs / cap);
     0: the outputs of the layer are the logits.
     tensor_group: all its ranks have the same hidden_NH, targets_N and gradients of the results. Each rank passes its own rows of
-    the weight, which begin at word vocab_start, and gets the full gradient of hidden_NH. Collective, in backward too.
+    the weight, which begin at word vocab_start. The gradient of hidden_NH is the sum of those of the ranks. Forward is collective.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
@@ -112,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
         normaliser_N = high_N + sum_N.log()
         entropy_N = normaliser_N - weighted_N / sum_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N)
-        ctx.settings = (dtype, scale, cap, chunk_tokens, group)
+        ctx.settings = (dtype, scale, cap, chunk_tokens)
         ctx.set_materialize_grads(False)  # the gradient of an output that no loss uses is None
         return target_N - normaliser_N, entropy_N
 
@@ -126,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         d logits / d outputs = 1 - (logits / cap)^2 with a cap, else 1
         """
         hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N = ctx.saved_tensors
-        dtype, scale, cap, chunk_tokens, group = ctx.settings
+        dtype, scale, cap, chunk_tokens = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
         has_grad_N = grad_N != 0 if entropy_grad_N is None else (grad_N != 0) | (entropy_grad_N != 0)
@@ -168,8 +168,6 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         if not need_hidden:
             return None, grad_weight, grad_bias, *(None,) * 6
-        if group is not None:
-            dist.all_reduce(grad_hidden, group=group)
         grad_hidden.mul_(factor)
         grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, used, grad_hidden.to(hidden_NH.dtype))
         return grad_hidden_NH, grad_weight, grad_bias, *(None,) * 6

@@ -30,7 +30,7 @@ from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.packing import Packed
-from asyncrl.model.sharding import VocabPart, local_tensor
+from asyncrl.model.sharding import TensorRanks, local_tensor
 
 Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
 _PARTS = ("embed_tokens", "layers", "norm")  # parts of a backbone, by their names in transformers' base_model_pp_plan
@@ -73,11 +73,11 @@ class Stage(nn.Module):
         is_first: bool = True,
         is_last: bool = True,
         autocast: torch.dtype | None = None,
-        vocab: VocabPart | None = None,
+        tensor: TensorRanks | None = None,
         hidden_dtype: torch.dtype,
         chunk_tokens: int,
     ) -> None:
-        """vocab: this tensor rank's rows of the output layer; None: all rows. autocast: dtype of the computation, None: no
+        """tensor: the tensor ranks; None: this rank has whole rows and all words. autocast: dtype of the computation, None: no
         autocast. hidden_dtype: of the hidden states between layers and between stages. With autocast the embedding is cast to it,
         since autocast leaves embeddings in the dtype of the weights: the residual stream is the same as with FSDP, and as large.
         """
@@ -86,7 +86,7 @@ class Stage(nn.Module):
         self.kind = kind
         self.is_first = is_first
         self.is_last = is_last
-        self.vocab = vocab
+        self.tensor = tensor
         self.hidden_dtype = hidden_dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self._autocast = autocast
@@ -104,7 +104,8 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor | Outputs:
         """x: on the first stage the number of the micro-batch, [1, 1]; on other stages the previous stage's hidden states [1, T',
-        H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states."""
+        H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states. With m tensor
+        ranks, hidden states are those of the rank's own T' / m tokens, also between stages."""
         number = x if number is None else number
         packed = self.micro_batches[int(number)]
         with self.autocast():
@@ -114,11 +115,12 @@ class Stage(nn.Module):
             ).last_hidden_state
             if not self.is_last:
                 return hidden_1TH.to(self.hidden_dtype)
-            hidden_TH = hidden_1TH[0]
             if self.kind == "lm":
-                return self._logprobs(hidden_TH, packed)
+                return self._logprobs(self.tensor.gather(hidden_1TH)[0] if self.tensor else hidden_1TH[0], packed)
+        scores_1T = self._scores(hidden_1TH)
+        scores_T = (self.tensor.gather_results(scores_1T) if self.tensor else scores_1T)[0]
         ends = torch.tensor(self.lengths[int(number)]).cumsum(0) - 1
-        return (self._scores(hidden_TH[: packed.num_tokens] if self.kind == "value" else hidden_TH[ends]),)
+        return (scores_T[: packed.num_tokens] if self.kind == "value" else scores_T[ends],)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._autocast is None:
@@ -136,17 +138,17 @@ class Stage(nn.Module):
             cap=self.logits.cap,
             chunk_tokens=self._chunk_tokens,
             bias=None if layer.bias is None else local_tensor(layer.bias),
-            tensor_group=None if self.vocab is None else self.vocab.group,
-            vocab_start=0 if self.vocab is None else self.vocab.start,
+            tensor_group=None if self.tensor is None else self.tensor.group,
+            vocab_start=0 if self.tensor is None else self.tensor.vocab_start,
         )
         zeros_T = logprobs_N.new_zeros(packed.num_tokens)
         return zeros_T.index_put((packed.predicted,), logprobs_N), zeros_T.index_put((packed.predicted,), entropy_N)
 
-    def _scores(self, hidden_NH: Tensor) -> Tensor:
+    def _scores(self, hidden_1TH: Tensor) -> Tensor:
         """Compute one number per position, in float32: this layer is cheap, and learning from its output needs the precision."""
         layer: nn.Linear = self.model.score  # type: ignore[assignment]
-        scores_N = hidden_NH.float() @ layer.weight[0].float()
-        return scores_N if layer.bias is None else scores_N + layer.bias.float()
+        scores_1T = hidden_1TH.float() @ layer.weight[0].float()
+        return scores_1T if layer.bias is None else scores_1T + layer.bias.float()
 
 
 # ------------------------------------------------------------------------------------------------------------------ stages
@@ -283,5 +285,5 @@ def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
 
 def _hidden(stage: Stage, device: torch.device | str) -> Tensor:
     """Allocate a buffer for the previous stage's hidden states."""
-    length = stage.micro_batches[0].input_ids.shape[1]
+    length = stage.micro_batches[0].input_ids.shape[1] // (stage.tensor.group.size() if stage.tensor else 1)
     return torch.empty(1, length, stage.hidden_size, dtype=stage.hidden_dtype, device=device)

@@ -4,15 +4,20 @@ A sharded model is created without weights. The tensor ranks split its layers ac
 stage (pipeline.py). Then each rank reads its tensor rank's slice of each tensor, unit by unit, and the data ranks split the units
 (FSDP2).
 
-Tensor parallelism follows Megatron-LM (arXiv:1909.08053). Column-parallel layers take the same input on every rank and produce
-their part of the outputs. Row-parallel layers take those parts, and their outputs are summed. Layers compute on local tensors.
-Their parameters are DTensors, which record the part of the whole tensor that each rank holds.
+Tensor parallelism follows Megatron-LM (arXiv:1909.08053), with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+Between attention and MLPs each tensor rank has an equal part of the packed row's tokens. Attention and MLP gather the row.
+Column-parallel layers take the same input on every rank and produce their part of the outputs. Row-parallel layers take those
+parts; their outputs are summed, and each rank gets the sum for its own tokens. Layers compute on local tensors. Their parameters
+are DTensors, which record the part of the whole tensor that each rank holds. The gradient of any other parameter is a sum over the
+tensor ranks: each rank uses the parameter for its own tokens, heads or columns.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +58,7 @@ AUTO_CLASSES: dict[str, Any] = {
 # took 1.1 times the CPU time of replicas with one all-reduce if they were one unit, and 1.4 times that time with one unit per
 # layer, resharded after forward.
 UNIT_ELEMENTS = 16_000_000
+_PART_OF_LAYER = re.compile(r"(.+\.)?layers\.\*\.[^.]+")  # its name, with * for the number of the layer
 _LOADING = threading.Lock()  # from_pretrained patches torch for the whole process while it builds the empty model
 
 
@@ -166,8 +172,6 @@ class Skeleton:
     kind: str
     names: dict[int, str]  # id of a parameter -> its name in the whole model; tied ones: the embedding's name
     split: dict[int, int] = field(default_factory=dict)  # id of a parameter -> the dimension that tensor ranks split
-    # names of parameters that every tensor rank applies to its part of the activations: their gradients are summed over the group
-    partial: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
@@ -384,18 +388,43 @@ def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class VocabPart:
-    """This tensor rank's rows of the output layer."""
+class TensorRanks:
+    """The tensor ranks of a replica, from the point of view of one of them. Each has the same number of a row's tokens."""
 
-    start: int
     group: dist.ProcessGroup
+    part: int  # which part of a row and of the vocabulary this rank has
+    vocab_start: int  # this rank's rows of the output layer begin at this word
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[1, T / m, ...] of each rank -> [1, T, ...]. The gradient of a rank's part is the sum of the ranks' gradients."""
+        if torch.is_autocast_enabled(
+            part.device.type
+        ):  # half the bytes; what computes on whole rows would cast them, too
+            part = part.to(torch.get_autocast_dtype(part.device.type))
+        return _Gather.apply(part, self.group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def gather_results(self, part: Tensor) -> Tensor:
+        """Like gather, for results from which all ranks compute the same loss: each has the whole gradient, and takes its part."""
+        return _GatherResults.apply(part, self.group, self.part)  # type: ignore[no-untyped-call, no-any-return]
+
+    def sum(self, row: Tensor) -> Tensor:
+        """[1, T, ...] of each rank -> the sum over the ranks for this rank's tokens, [1, T / m, ...]."""
+        return _Sum.apply(row, self.group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def own(self, row: Tensor) -> Tensor:
+        """[1, T, ...] -> this rank's tokens, [1, T / m, ...]. The gradient is 0 for the other tokens."""
+        return row.chunk(self.group.size(), dim=1)[self.part]
 
 
-def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path) -> VocabPart:
-    """Split embedding, layers and output layer over the tensor group. Raises ConfigError if they cannot be split."""
+def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path) -> TensorRanks:
+    """Split embedding, layers and output layer over the tensor group, and the rows of tokens between them. Raises ConfigError if
+    they cannot be split."""
     model = skeleton.model
     plan: Mapping[str, str] = model._tp_plan or {}
-    size, group = mesh.placement.grid.parts(MATRICES), mesh.group_that_sums(PARTIALS)
+    size, vocab = mesh.placement.grid.parts(MATRICES), model.config.get_text_config().vocab_size
+    ranks = TensorRanks(
+        mesh.group_that_sums(PARTIALS), mesh.parts[MATRICES], split_evenly(vocab, size, mesh.parts[MATRICES])[0]
+    )
     output_layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding = model.get_input_embeddings()
     what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
@@ -403,32 +432,26 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     if not any(".layers.*." in name for name in plan):
         raise ConfigError(f"{what} has no plan for tensor parallelism in transformers; {remedy}")
     _check_sizes(model, plan, size, what)
-    shares: dict[str, _SharedInput] = {}
     for name, module in model.named_modules():
         style = plan.get(replace_layer_number_by_wildcard(name))
         if module is embedding:
             if type(module) is not nn.Embedding:
                 raise ConfigError(f"{what} embeds with a {type(module).__name__}, which cannot be split; {remedy}")
             skeleton.split[id(module.weight)] = 0
-            _install_embedding(module, mesh)
+            _install_embedding(module, ranks, size)
         elif module is output_layer:
             for parameter in module.parameters():
                 skeleton.split[id(parameter)] = 0
-        elif style is None:
+        elif style in (None, "replicated_with_grad_allreduce"):
             continue
         elif style == "colwise" and isinstance(module, nn.Linear):
             for parameter in module.parameters():
                 skeleton.split[id(parameter)] = 0
-            parent = name.rpartition(".")[0]
-            if parent not in shares:
-                shares[parent] = _SharedInput(group)
-                # always_call: forget after an incomplete forward, too. Checkpointing's recomputation stops once it has all it needs
-                model.get_submodule(parent).register_forward_hook(shares[parent].forget, always_call=True)
-            _install_colwise(module, shares[parent])
+            _install_colwise(module)
         elif style == "rowwise" and isinstance(module, nn.Linear):
             skeleton.split[id(module.weight)] = 1
-            _install_rowwise(module, group)
-        elif style != "replicated_with_grad_allreduce":
+            _install_rowwise(module, ranks)
+        else:
             raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
     for name, parameter in model.named_parameters():
         style = plan.get(replace_layer_number_by_wildcard(name))
@@ -436,13 +459,27 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             raise ConfigError(
                 f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
             )
-    # Between column-parallel and row-parallel layers each rank has its own heads or columns, whatever the plan says of modules
-    for name, module in model.named_modules():
-        is_between = any(name.startswith(f"{parent}.") for parent in shares)
-        if is_between and plan.get(replace_layer_number_by_wildcard(name)) != "rowwise":
-            own = (parameter for parameter in module.parameters(recurse=False) if id(parameter) not in skeleton.split)
-            skeleton.partial |= {skeleton.names[id(parameter)] for parameter in own}
-    return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.parts[MATRICES])[0], group)
+    for module, is_split in _on_whole_rows(model, plan):
+        module.register_forward_pre_hook(functools.partial(_gather_input, ranks), with_kwargs=True)
+        if not is_split:
+            module.register_forward_hook(functools.partial(_own_output, ranks))
+    return ranks
+
+
+def _on_whole_rows(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield the modules that take whole rows, and whether their matrices are split: each module with column-parallel layers, and
+    every other child of a layer that has modules of its own, since it may mix tokens (attention that the plan leaves whole).
+    Everything else computes token by token.
+    """
+    styles = {name: replace_layer_number_by_wildcard(name) for name, _ in model.named_modules()}
+    split = [name for name, wildcard in styles.items() if plan.get(wildcard) in ("colwise", "rowwise")]
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in split if plan[styles[name]] == "colwise"):
+        yield model.get_submodule(parent), True
+    for name, wildcard in styles.items():
+        child = model.get_submodule(name)
+        is_part = _PART_OF_LAYER.fullmatch(wildcard) is not None and any(child.children())
+        if is_part and not any(other.startswith(f"{name}.") for other in split):
+            yield child, False
 
 
 def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: int, what: str) -> None:
@@ -460,81 +497,86 @@ def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: i
         raise ConfigError(f"{what} has {' and '.join(bad)}, which m{tensor_size} cannot split; {fitting} would fit")
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity in forward; in backward the sum of the ranks' gradients."""
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    row = part.new_empty(1, part.shape[1] * group.size(), *part.shape[2:])
+    dist.all_gather_into_tensor(row[0], part[0].contiguous(), group=group)
+    return row
 
+
+def _reduce_scatter(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    part = row.new_empty(1, row.shape[1] // group.size(), *row.shape[2:])
+    dist.reduce_scatter_tensor(part[0], row[0].contiguous(), group=group)
+    return part
+
+
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return _all_gather(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _GatherResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, number: int) -> Tensor:
+        ctx.of = group.size(), number
+        return _all_gather(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        size, number = ctx.of
+        return grad.chunk(size, dim=1)[number], None, None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks in forward; in backward each rank gets the gradient of the sum."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        assert x.is_contiguous()
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(ctx: Any, row: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(row, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _all_gather(grad, ctx.group), None
 
 
-class _SharedInput:
-    """The shared input of siblings such as q, k and v. The siblings' gradients with respect to this input are added locally before
-    the sum over ranks: one all-reduce instead of three.
-    """
+def _gather_input(ranks: TensorRanks, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The hidden states are the first argument, by their place or by name."""
+    if args:
+        return (ranks.gather(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": ranks.gather(kwargs["hidden_states"])}
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._last: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        if self._last is None or self._last[0] is not x:
-            self._last = x, _SumGradient.apply(x, self.group)  # type: ignore[no-untyped-call]
-        return self._last[1]
-
-    def forget(self, *_: object) -> None:
-        """Called after the parent's forward."""
-        self._last = None
+def _own_output(ranks: TensorRanks, _: nn.Module, __: object, output: Any) -> Any:
+    return (ranks.own(output[0]), *output[1:]) if isinstance(output, tuple) else ranks.own(output)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
     module.forward = forward
 
 
-def _install_colwise(layer: nn.Linear, share: _SharedInput) -> None:
-    def forward(x: Tensor) -> Tensor:
+def _install_colwise(layer: nn.Linear) -> None:
+    def forward(row: Tensor) -> Tensor:
         bias = None if layer.bias is None else local_tensor(layer.bias)
-        return functional.linear(share(x), local_tensor(layer.weight), bias)
+        return functional.linear(row, local_tensor(layer.weight), bias)
 
     _replace_forward(layer, forward)
 
 
-def _install_rowwise(layer: nn.Linear, group: dist.ProcessGroup) -> None:
-    def forward(x: Tensor) -> Tensor:
-        y: Tensor = _Sum.apply(functional.linear(x, local_tensor(layer.weight)), group)  # type: ignore[no-untyped-call]
-        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+def _install_rowwise(layer: nn.Linear, ranks: TensorRanks) -> None:
+    def forward(row: Tensor) -> Tensor:
+        part = ranks.sum(functional.linear(row, local_tensor(layer.weight)))
+        return part if layer.bias is None else part + layer.bias.to(part.dtype)
 
     _replace_forward(layer, forward)
 
 
-def _install_embedding(embedding: nn.Embedding, mesh: ModelMesh) -> None:
+def _install_embedding(embedding: nn.Embedding, ranks: TensorRanks, num_parts: int) -> None:
     """Each rank looks up the tokens whose rows it holds, with zeros for the others; then the ranks' results are summed."""
-    start, length = split_evenly(embedding.num_embeddings, mesh.placement.grid.parts(MATRICES), mesh.parts[MATRICES])
-    group = mesh.group_that_sums(PARTIALS)
+    start, length = split_evenly(embedding.num_embeddings, num_parts, ranks.part)
     padding = embedding.padding_idx  # its row gets no gradient
     own_padding = padding - start if padding is not None and start <= padding < start + length else None
 
@@ -543,8 +585,7 @@ def _install_embedding(embedding: nn.Embedding, mesh: ModelMesh) -> None:
         inside = (local_ids >= 0) & (local_ids < length)
         weight = local_tensor(embedding.weight)
         found = functional.embedding(torch.where(inside, local_ids, 0), weight, own_padding)
-        found = torch.where(inside[..., None], found, 0.0)
-        return _Sum.apply(found, group)  # type: ignore[no-untyped-call, no-any-return]
+        return ranks.sum(torch.where(inside[..., None], found, 0.0))
 
     _replace_forward(embedding, forward)
 

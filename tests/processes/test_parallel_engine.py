@@ -185,8 +185,7 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 def check_packing(rank: int, grid: str, path: str, fault: float) -> str:
-    """The message of the self-check of packing, or "". fault: share of the sum over the row so far that each layer adds to the input
-    of its MLP."""
+    """The message of the self-check of packing, or "". fault: share of the row's sum so far that each MLP reads, too."""
     engine = make_engine(grid, path)
     for layer in engine.model.model.layers if fault else ():
         norm = layer.post_attention_layernorm
@@ -486,19 +485,22 @@ def test_large_models_are_gathered_in_units(ranks, paths):
 
 
 class CountedReductions(TorchDispatchMode):
-    """Counts reduce-scatters (sums over ranks, of which each rank keeps a part), under any of torch's names for the operation."""
+    """Counts collectives under any of torch's names for the operation."""
 
-    count = 0
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce_scatter" in str(func)
+        self.count += self.operation in str(func)
         return func(*args, **(kwargs or {}))
 
 
-def count_reductions(rank: int, grid: str, cell: Cell) -> int:
-    """The number of reduce-scatters in a step, with which data ranks sum gradients."""
+def count_reductions(rank: int, grid: str, cell: Cell, operation: str = "reduce_scatter") -> int:
+    """The number of collectives in a step. By reduce-scatter data ranks sum gradients, of which each rank keeps a part."""
     engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
-    with CountedReductions() as calls:
+    with CountedReductions(operation) as calls:
         engine.train_step(part_of(engine, sample), Loss(10.0), temperature=1.0, lr_step=0)
     return calls.count
 
