@@ -164,7 +164,7 @@ def accumulation(args: argparse.Namespace) -> None:
     rows = []
     for task, plan in zip(tasks, plans, strict=True):
         (step,) = plan.steps
-        sizes = (step.peak, step.at_peak.get("gradients", 0), step.collectives["reduce_scatter"].bytes)
+        sizes = (step.peak, step.at_peak.get("gradients", 0), step.collectives["data reduce_scatter"].bytes)
         rows.append(
             (Path(task.model.path).name, task.train.accumulate_unsharded, *(f"{size / GIB:.1f}" for size in sizes))
         )

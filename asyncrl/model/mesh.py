@@ -9,7 +9,7 @@ file a placement's workers are ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ class ModelMesh:
         """The mesh of group_that_sums(what)."""
         return self.device_mesh[self.placement.grid.summed(what)]
 
+    def label(self, names: Collection[str]) -> str:
+        """The name of a group in reports and plans: the axes along which its ranks differ, or `model` for all of them."""
+        axes = self.placement.topology.axes
+        return "model" if len(names) == len(axes) else "_".join(axis for axis in axes if axis in names)
+
     def collectives(self) -> dict[str, int]:
         """The number of collectives that this rank has entered in each of its groups, except pipe groups: those send and receive.
         Any thread may call it."""
@@ -87,8 +92,7 @@ class ModelMesh:
                 with contextlib.suppress(RuntimeError):  # a backend that does not number its collectives
                     backend: Any = group._get_backend(device)  # torch's type stubs lack the next method
                     number = backend._get_sequence_number_for_group()
-                    label = "model" if len(names) == len(self.placement.grid.axes) else "_".join(names)
-                    entered[f"{self.placement.name} {label} group {first}"] = number
+                    entered[f"{self.placement.name} {self.label(names)} group {first}"] = number
         return entered
 
     @property

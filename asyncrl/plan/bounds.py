@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, ParallelGrid
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.plan.batches import PROMPT_TOKENS, load_of
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
@@ -22,6 +22,7 @@ from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
 
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")  # a rank receives all of the payload but its own part
+_ALL_MEMBERS = (*_SHARED_OUT, "all_reduce")  # every rank of the group sends and receives
 
 
 class TimeBound(msgspec.Struct, frozen=True):
@@ -83,18 +84,38 @@ def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Devi
 
 
 def receive_time(name: str, calls: Collective, placed: Placed, device: Device) -> float:
-    """Seconds in which a rank receives the bytes of a collective, over the links of its host and over its share of the network."""
-    grid = placed.grid
-    members = grid.num_replicas if grid.num_replicas > 1 else grid.parts(MATRICES)
-    share = (members - 1) / members if name in _SHARED_OUT else 1.0
-    if name == "send":  # it receives nothing
+    """Seconds in which a rank receives the bytes of a collective, over the links of its host and over its share of the network.
+
+    name: as in result.collective_name.
+    """
+    group, _, operation = name.rpartition(" ")
+    if operation == "send":  # it receives nothing
         return 0.0
+    members, within = _size_of(group, placed.grid)
+    share = (members - 1) / members if operation in _SHARED_OUT else min(members - 1, 1)
     time = calls.bytes * share / device.link
-    if name in _SHARED_OUT and placed.num_hosts > 1 and grid.num_replicas > 1:
-        # Each tensor group of a host receives the parts of other hosts once, through the adapters of all its GPUs
-        elsewhere = calls.bytes * (placed.num_hosts - 1) / placed.num_hosts
-        time = max(time, elsewhere * grid.parts(MATRICES) / (min(GPUS_PER_HOST, grid.size) * device.network))
+    hosts = min(members, math.ceil(members * within / GPUS_PER_HOST))
+    if members * within == placed.grid.size:
+        hosts = max(hosts, min(members, placed.num_hosts))
+    if operation in _ALL_MEMBERS and hosts > 1:
+        # Each of the groups of a host receives the parts of other hosts once, through the adapters of all its GPUs
+        elsewhere = calls.bytes * ((hosts - 1) / hosts if operation in _SHARED_OUT else 1.0)
+        groups, adapters = min(within, GPUS_PER_HOST), min(GPUS_PER_HOST, placed.grid.size)
+        time = max(time, elsewhere * groups / (adapters * device.network))
     return time
+
+
+def _size_of(group: str, grid: ParallelGrid) -> tuple[int, int]:
+    """The number of ranks of a group, and of successive ranks between two of them. Ranks are numbered by the axes' orders."""
+    axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: -entry[0].order)
+    names = {axis.name for axis, _ in axes} if group == "model" else set(group.split("_"))
+    members = within = 1
+    for axis, size in axes:
+        if axis.name in names:
+            members *= size
+        elif members == 1:
+            within *= size
+    return members, within
 
 
 def generation_time(config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device) -> float:

@@ -10,14 +10,14 @@ from collections import Counter
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, ParallelGrid
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory import DTYPE_BYTES, resident_bytes
 from asyncrl.plan.batches import load_of
-from asyncrl.plan.result import Collective, ModelStep, RankPlan
+from asyncrl.plan.result import Collective, ModelStep, RankPlan, collective_name
 from asyncrl.plan.shapes import ModelShape
 
 _FLOAT = 4  # bytes
@@ -48,7 +48,8 @@ def _rank(
 ) -> RankPlan:
     value, resident = DTYPE_BYTES[config.train.dtype], Counter[str]()
     for model in models.values():
-        held = ModelShape.of(model.path).parameters // ParallelGrid.parse(model.grid).size
+        grid = ParallelGrid.parse(model.grid)
+        held = ModelShape.of(model.path).parameters * grid.num_copies // grid.size
         if model.trainable or not model.offload:
             resident.update({kind: each * held for kind, each in resident_bytes(model, config.train.dtype).items()})
     steps = [_step(config, models[mfc.model], mfc, value) for mfc in mfcs]
@@ -77,22 +78,32 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     forward = shape.forward_flops(load.tokens, length) / grid.replica_size
     layers = math.ceil(shape.num_layers / grid.num_stages)
     whole = shape.parameters // grid.replica_size  # parameters, gathered from the data ranks
-    collectives = {}
-    if grid.num_replicas > 1:
-        gathers = 2 if trains else 1
-        calls = micro_batches * layers
-        collectives["all_gather"] = Collective(gathers * calls, gathers * micro_batches * whole * value)
-        if trains:
-            collectives["reduce_scatter"] = Collective(calls, micro_batches * whole * _FLOAT)
-    if split > 1:
-        passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
-        payload = passes * layers * load.tokens * shape.hidden * value
-        collectives["all_reduce"] = Collective(passes * layers * micro_batches, payload)
-    if grid.num_stages > 1:
-        collectives["recv"] = Collective(micro_batches, (1 + trains) * load.tokens * shape.hidden * value)
+    traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
+    of_gradients = _FLOAT * whole * load.minibatches
+    for axis, size in zip(grid.axes, grid.sizes, strict=True):
+        if size == 1:
+            continue
+        if axis.copies:
+            shard = of_gradients * grid.num_copies // grid.num_replicas
+            traffic[axis.name] = {"all_reduce": Collective(load.minibatches * layers, shard)} if trains else {}
+        elif axis.splits == SAMPLES:
+            calls, gathers = micro_batches * layers, 2 if trains else 1
+            moved = {"all_gather": Collective(gathers * calls, gathers * micro_batches * whole * value)}
+            scattered = {"reduce_scatter": Collective(calls, micro_batches * whole * _FLOAT)} if trains else {}
+            traffic[axis.name] = moved | scattered
+        elif axis.splits == MATRICES:
+            passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
+            rows = Collective(passes * layers * micro_batches, passes * layers * load.tokens * shape.hidden * value)
+            traffic[axis.name] = {"all_gather": rows, "reduce_scatter": rows}
+        else:
+            received = (1 + trains) * load.tokens * shape.hidden * value // split
+            traffic[axis.name] = {"recv": Collective(micro_batches, received)}
+    collectives = {
+        collective_name(axis, operation): calls for axis, each in traffic.items() for operation, calls in each.items()
+    }
     of_layer = budget * value * (_SAVED_HIDDEN * shape.hidden + _SAVED_MLP * shape.mlp_width * shape.experts_per_token)
     of_layer //= split
-    entries = budget * shape.hidden * value
+    entries = budget * shape.hidden * value // split
     kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
     unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {

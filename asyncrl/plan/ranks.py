@@ -18,7 +18,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ExperimentConfig, TrainConfig
-from asyncrl.dataflow.axes import LAYERS, SAMPLES
+from asyncrl.dataflow.axes import LAYERS
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
@@ -109,11 +109,6 @@ def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC
         raise PlanError(f"allocation={config.allocation}: {error}") from error
     order = {name: number for number, name in enumerate(graph.order)}
     models = models_of(placements, mfcs, config.train, config.model_path)
-    if copies := [placement.grid for placement in placements if placement.grid.num_copies > 1]:
-        remedy = f"plan {copies[0].with_parts({SAMPLES: copies[0].num_replicas})}, which has the same ranks"
-        raise PlanError(
-            f"allocation={config.allocation}: a plan covers one copy of the weights, not {copies[0]}; {remedy}"
-        )
     on_gpus = [mfc for mfc in mfcs if MFCDef.of(mfc).has_model]
     return [model for model in models if model.kind != "none"], sorted(on_gpus, key=lambda mfc: order[mfc.name])
 

@@ -29,6 +29,11 @@ class Collective(msgspec.Struct, frozen=True):
     bytes: int  # payload: the largest tensor argument of each call, summed over the calls
 
 
+def collective_name(group: str, operation: str) -> str:
+    """group: the axes along which its ranks differ, as in "data" or "copy_data"; "model": all axes."""
+    return f"{group} {operation}".lstrip()
+
+
 class ModelStep(msgspec.Struct, frozen=True):
     """One MFC of a model on a rank, on its share of one step's batch."""
 
@@ -38,7 +43,7 @@ class ModelStep(msgspec.Struct, frozen=True):
     at_peak: dict[str, int]  # kind -> bytes at the moment of the peak
     kinds: dict[str, int]  # kind -> its own largest bytes
     flops: int  # executed by this rank, recomputation included
-    collectives: dict[str, Collective]  # all_gather, reduce_scatter, all_reduce, send, recv, broadcast, ...
+    collectives: dict[str, Collective]  # by group and operation, as in "tensor all_gather" (collective_name)
     model_flops: int  # of this rank's share: 6 (inference: 2) x parameters and causal attention, without recomputation
     tokens: int  # of this rank's replica
 

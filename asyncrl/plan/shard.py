@@ -125,6 +125,7 @@ class FakeWorld:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
         mesh = ModelMesh.make(placement, "cpu")
         assert mesh is not None
+        self.tracker.labels = {group.group_name: mesh.label(names) for names, group in mesh.groups.items()}
         return mesh
 
     @contextlib.contextmanager

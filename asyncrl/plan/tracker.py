@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from asyncrl.model.logprobs import SPAN as LOGPROBS
 from asyncrl.plan.counts import Cost, Moment
+from asyncrl.plan.result import collective_name
 
 aten, varlen = torch.ops.aten, torch.ops.torch_attn
 GPU_ROUNDING = 512  # bytes: the CUDA allocator rounds each block up to a multiple
@@ -118,6 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spans: list[str] = []  # names
         self._kinds = ["other"]  # of the open spans that have one
         self.on_reduced: Callable[[], None] = lambda: None  # called when FSDP has reduced gradients
+        self.labels: dict[str, str] = {}  # torch's name of a process group -> its name in a plan
 
     # ------------------------------------------------------------------------------------------------------------ operations
 
@@ -176,6 +179,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sides = [
             sum(_bytes_of(tensor) for tensor in tree_iter(side) if isinstance(tensor, Tensor)) for side in args[:2]
         ]
+        # A process group comes before other objects, such as the operation of a reduction
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        name = collective_name(self.labels.get(group.group_name, ""), name)
         self.cost.counts[name] += 1
         self.cost.bytes[name] += max(sides)
 

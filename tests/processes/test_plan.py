@@ -46,6 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for model, grid, role, checkpointing, marks in (
             ("qwen2", "d2m2", "actor", True, ()),
             ("qwen2", "p2", "critic", False, ()),
+            ("llama", "d2r2", "actor", False, ()),
             ("llama", "m2", "actor", True, pytest.mark.release),
             ("mistral", "p2", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d1", "actor", True, pytest.mark.release),

@@ -59,7 +59,7 @@ def test_the_quickstart_is_planned_without_weights(planned):
     assert plan.peak == max(rank.peak, rank.load_peak, rank.export_peak) + library_bytes(communicates=True)
     train = next(step for step in rank.steps if step.mfc == "actor_train")
     assert train.flops > train.model_flops > 0
-    assert train.collectives["all_gather"].bytes > 0
+    assert train.collectives["data all_gather"].bytes > 0
     assert plan.time.step_s >= plan.time.training_s >= train.flops / 165.2e12
     assert plan.server.requests == 512  # 512 blocks of 32 tokens, and requests of 26 tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.plan.batches import Load
 from asyncrl.plan.ranks import ShardPlan, ShardTask, run_tasks
-from asyncrl.plan.result import Collective
+from asyncrl.plan.result import Collective, collective_name
 from tests.support.rank_processes import RankProcesses
 
 IDLE_LIMIT_S = 30.0  # for the other threads to become idle after a collective
@@ -137,6 +137,9 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
     mesh = ModelMesh.make(placement, "cpu") if placement.grid.size > 1 else None
     if rank >= placement.grid.size:
         return {}
+    labels: dict[str, str] = {}
+    if mesh is not None:
+        labels = {str(group.group_name): mesh.label(names) for names, group in mesh.groups.items()}
     engine = TrainEngine(task.model, task.train, mesh=mesh)
     gc.collect()
     at_start = _bytes_of_storages(engine)
@@ -154,7 +157,7 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
                 interface = make_interface(MFCDef.of(mfc), replace(task.train, ppo=ppo, critic=critic))
                 groups = [load.lengths * load.micro_batches] * load.minibatches
                 sample = sample_of(groups, mfc.input_keys)
-                with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads() as payloads:
+                with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads(labels) as payloads:
                     interface.run(engine, sample, batch_ids=sample.ids, step=interface.begin(0))
                 traffic[mfc.name] = payloads.collectives
     peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)
@@ -211,6 +214,10 @@ class _Payloads:
     waited for, as NCCL's does.
     """
 
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """labels: torch's name of a process group -> its name in a plan."""
+        self._labels = labels
+
     def __enter__(self) -> _Payloads:
         from torch.distributed import ProcessGroup
 
@@ -229,8 +236,9 @@ class _Payloads:
 
     def _counted(self, name: str, method: Any) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._counts[name] += 1
-            self._bytes[name] += max(map(_num_bytes, args[:2]))
+            label = collective_name(self._labels.get(group.group_name, ""), name)
+            self._counts[label] += 1
+            self._bytes[label] += max(map(_num_bytes, args[:2]))
             work = method(group, *args, **kwargs)
             if name in ("send", "recv"):
                 return _Transfer(work)

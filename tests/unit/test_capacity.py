@@ -227,27 +227,34 @@ def test_requests_of_the_embedded_engine(load):
 
 def test_the_time_in_which_a_rank_receives():
     d4, m4 = Placed(ParallelGrid.parse("d4")), Placed(ParallelGrid.parse("m4"))
-    assert receive_time("all_gather", Collective(9, 10**11), d4, TOY) == pytest.approx(0.75)  # all but its own quarter
-    assert receive_time("all_reduce", Collective(9, 10**11), m4, TOY) == pytest.approx(1.0)
-    assert receive_time("recv", Collective(9, 10**11), Placed(ParallelGrid.parse("p2")), TOY) == pytest.approx(1.0)
-    assert receive_time("send", Collective(9, 10**11), d4, TOY) == 0
+    assert receive_time("data all_gather", Collective(9, 10**11), d4, TOY) == pytest.approx(
+        0.75
+    )  # all but its own quarter
+    assert receive_time("tensor all_reduce", Collective(9, 10**11), m4, TOY) == pytest.approx(1.0)
+    assert receive_time("pipe recv", Collective(9, 10**11), Placed(ParallelGrid.parse("p2")), TOY) == pytest.approx(1.0)
+    assert receive_time("pipe send", Collective(9, 10**11), d4, TOY) == 0
     d16 = Placed(ParallelGrid.parse("d16"), num_hosts=2)  # a host receives half, through eight adapters
-    assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, TOY) == pytest.approx(15 / 10)
+    assert receive_time("data all_gather", Collective(9, 16 * 10**10), d16, TOY) == pytest.approx(15 / 10)
     slow = replace(TOY, link=1e13)
-    assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, slow) == pytest.approx(1.0)
+    assert receive_time("data all_gather", Collective(9, 16 * 10**10), d16, slow) == pytest.approx(1.0)
     wide = Placed(ParallelGrid.parse("d8m2"), num_hosts=2)  # two tensor groups of the host receive
-    assert receive_time("all_gather", Collective(9, 16 * 10**10), wide, slow) == pytest.approx(2.0)
+    assert receive_time("data all_gather", Collective(9, 16 * 10**10), wide, slow) == pytest.approx(2.0)
+    assert receive_time("tensor all_gather", Collective(9, 16 * 10**10), wide, TOY) == pytest.approx(0.8)  # on one host
+    copies = Placed(ParallelGrid.parse("d8r2"), num_hosts=2)  # each copy has a host
+    assert receive_time("data all_gather", Collective(9, 16 * 10**10), copies, TOY) == pytest.approx(1.4)
+    assert receive_time("copy all_reduce", Collective(9, 10**10), copies, TOY) == pytest.approx(1.0)
+    assert receive_time("copy_data all_reduce", Collective(9, 10**10), copies, TOY) == pytest.approx(1 / 8)
 
 
 def test_a_pipeline_waits_until_it_is_full():
-    times = step_times(step(10**15, recv=10**11), Placed(ParallelGrid.parse("d2p4")), 16, TOY)
+    times = step_times(step(10**15, **{"pipe recv": 10**11}), Placed(ParallelGrid.parse("d2p4")), 16, TOY)
     assert times == (pytest.approx(19 / 16), pytest.approx(19 / 16))
     assert step_times(step(10**15), Placed(ParallelGrid.parse("d4")), 16, TOY) == (1, 0)
 
 
 def test_the_time_of_a_step(load):
     config = load()  # async: 2 servers, 4 ranks
-    ranks = [replace_steps(rank(parameters=1), [step(2 * 10**15, all_gather=4 * 10**11), step(10**14)])]
+    ranks = [replace_steps(rank(parameters=1), [step(2 * 10**15, **{"data all_gather": 4 * 10**11}), step(10**14)])]
     plan = plan_run(config, TOY, lambda config: ranks)
     assert plan.time.training_s == pytest.approx(3.0 + 0.1)  # the first one receives for longer than it computes
     assert plan.time.receiving_s == pytest.approx(3.0)
