@@ -360,6 +360,7 @@ class TrainEngine:
                 if isinstance(self.module, FSDPModule):
                     is_last = i == len(work.plan) - 1  # every rank has the same number of micro-batches
                     self.module.set_requires_gradient_sync(is_last or not self.train.accumulate_unsharded)
+                    self.module.set_requires_all_reduce(is_last)  # over copies: each sums its own micro-batches first
                 loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
         self.module.micro_batches = ()
         if not self.is_last_stage:

@@ -517,6 +517,18 @@ def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(rank
     compare(ranks, Cell(paths["untied"], train=train), ("d2", "d2p2m2"))
 
 
+def test_gradients_are_summed_over_copies_once_in_a_step(ranks, paths):
+    ranks.run(make_meshes)
+    whole = ranks.run(count_reductions, "d2r2", Cell(paths["untied"]), "allreduce", num_ranks=4)
+    micro = ranks.run(count_reductions, "d2r2", Cell(paths["untied"], train=MICRO), "allreduce", num_ranks=4)
+    assert micro == whole
+    assert whole[0] > 0
+    scattered = [
+        ranks.run(count_reductions, "d2r2", Cell(paths["untied"], train=t), num_ranks=4) for t in (TRAIN, MICRO)
+    ]
+    assert scattered[1][0] >= 2 * scattered[0][0] > 0
+
+
 def graphs_left(rank: int, grid: str, cell: Cell) -> int:
     """Tensors with an autograd graph after a step, minus those before it."""
 
