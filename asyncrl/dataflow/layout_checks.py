@@ -231,11 +231,6 @@ def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Co
             f"{shared}: training's turn interrupts unfinished responses and frees their KV cache; use abort or retract",
         ),
         (
-            config.cluster != "local",
-            "cluster",
-            f"{shared}, which one machine supports: set it to local, or leave the devices out",
-        ),
-        (
             transport_of(config.weights.transport).from_memory,
             "weights.transport",
             f"{shared}, and no server can receive weights while it sleeps: set it to {FILES}",

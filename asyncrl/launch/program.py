@@ -101,16 +101,17 @@ def plan(
 
     resume: the folder of the checkpoint from which the attempt resumes; "": it starts anew.
 
-    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. The allocation may name each process's GPUs. Otherwise
-    generation servers get the first ones, one per tensor parallel rank; model workers get the next ones, one each. If there are too
-    few, processes get the same ones: checks/gpus.py refuses that before.
+    devices: the GPUs of the machine or of all hosts, by their names in CUDA_VISIBLE_DEVICES. The allocation may name each process's
+    GPUs. Otherwise generation servers get the first ones, one per tensor parallel rank; model workers get the next ones, one each.
+    If there are too few, processes get the same ones: checks/gpus.py refuses that before. On several hosts the processes get their
+    GPUs later (launch/hosts/placement.py).
     """
     resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=num_prompts))
     run = _Run(resolved, attempt, num_prompts, resume)
     processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads) for process in processes]
-    if not devices:
+    if not devices or config.cluster != "local":  # on several hosts the launcher's placement chooses the GPUs
         return specs
     if run.allocation.generation_devices is not None:
         return [_on_named(spec, run.allocation, devices) for spec in specs]
@@ -435,15 +436,20 @@ def num_devices(spec: ProcessSpec) -> int:
     return getattr(config, "tensor_parallel", 1) if spec.computes else 0
 
 
-def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
-    """Return the process with the devices that the allocation names for it."""
+def named_devices(spec: ProcessSpec, allocation: Allocation) -> range:
+    """Return the numbers of the devices that the allocation names for a process. It must name devices."""
     index, count = spec.config.worker.index, num_devices(spec)
-    numbers = range(0)
     if spec.kind == "generation_server" and allocation.generation_devices is not None:
         first = allocation.generation_devices.first + index * count
-        numbers = range(first, first + count)
-    elif spec.kind == "model_worker" and count:
-        numbers = range(allocation.device_of_worker(index), allocation.device_of_worker(index) + 1)
+        return range(first, first + count) if index < allocation.num_servers else range(0)
+    if spec.kind == "model_worker" and count:
+        return range(allocation.device_of_worker(index), allocation.device_of_worker(index) + 1)
+    return range(0)
+
+
+def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
+    """Return the process with the devices that the allocation names for it."""
+    numbers = named_devices(spec, allocation)
     return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in numbers)})
 
 

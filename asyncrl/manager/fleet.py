@@ -278,8 +278,7 @@ class Fleet:
             if self._failing is not None:
                 self.plan.replaced()
             pause_s, self._failing, self.damaged = _FIRST_RETRY_S, None, None
-            if not self._shares_devices:  # its servers sleep, on the trainer's host
-                await self._fetch_everywhere(version, manifest.num_bytes)
+            await self._fetch_everywhere(version, manifest.num_bytes)
             if self.plan.publish(version, manifest.num_bytes):
                 self.changed()
 
@@ -529,10 +528,12 @@ class Fleet:
 
     async def _load(self, update: Update, side: ManagerSide) -> None:
         url, version = update.url, str(update.version)
+        if (
+            self._files_url or not self._shares_devices
+        ):  # servers that share devices see the files, if they need not fetch them
+            await side.prepare(update)
         if self._shares_devices:
             await self.calls.post(f"{url}/resume_memory_occupation", b"{}")
-        else:
-            await side.prepare(update)
         await self.calls.post(f"{url}/pause_generation", self._pause_body)
         await side.load(update)
         info = await self.calls.get(f"{url}/get_model_info", ModelInfo)

@@ -23,6 +23,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_t
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.lineage import audit
 from tests.support.replays import (
+    AHEAD,
     LOGPROB_ERROR,
     check_versions_of_tokens,
     largest_difference,
@@ -33,16 +34,6 @@ from tests.support.replays import (
 LIMIT_S = 400.0
 SHARED = "allocation=transformers.d2p1m1@0-1+d2p1m1@0-1"
 MEGABYTE = 1 << 20
-AHEAD = (
-    "manager.max_head_offpolicyness=2",
-    "rollout.sampling.max_new_tokens=64",
-    "rollout.new_tokens_per_chunk=64",
-    "train.optimizer.lr=1e-3",
-    "train.optimizer.warmup_steps=0",
-    "train.batch_size=4",
-    "record.trajectories=true",
-    "eval.prompts=null",
-)
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -16,7 +16,17 @@ from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import version_dir
 
 LOGPROB_ERROR = 1e-4  # of a float32 engine against a plain forward pass
-LIMIT_S = 400.0
+# A tiny run with responses long enough to be interrupted, and versions that differ
+AHEAD = (
+    "manager.max_head_offpolicyness=2",
+    "rollout.sampling.max_new_tokens=64",
+    "rollout.new_tokens_per_chunk=64",
+    "train.optimizer.lr=1e-3",
+    "train.optimizer.warmup_steps=0",
+    "train.batch_size=4",
+    "record.trajectories=true",
+    "eval.prompts=null",
+)
 
 
 def recording_of_lineage(run_dir: Path, folder: Path) -> list[Trajectory]:

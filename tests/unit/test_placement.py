@@ -1,10 +1,12 @@
 """Placement of processes on hosts: GPUs first, model workers side by side, and error messages that say which layout would fit."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import plan
 
@@ -118,3 +120,77 @@ def test_a_placed_process_binds_to_its_host_and_sees_only_its_gpus():
     master = next(spec for spec in specs if spec.name == "master/0")
     assert placed(master, places["master/0"], with_gpus=True).env["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in placed(spec, places[spec.name], with_gpus=False).env
+
+
+# ------------------------------------------------------------------------------------------------ devices that are named
+
+
+def placement_of(allocation, *hosts):
+    return Placement(hosts, hosts[0].name, Allocation.parse(allocation))
+
+
+def where(places, kind):
+    return [(place.host.name, *place.gpus) for name, place in sorted(places.items()) if name.startswith(kind)]
+
+
+def test_named_devices_count_the_gpus_of_all_hosts_and_are_shared():
+    allocation = "sglang.d2m2@0-3+d4@0-3+actor_inf:d1@5"
+    specs = specs_of(allocation, cluster="hosts", hosts=["h1", "h2"])
+    places = placement_of(allocation, host(1, 2), host(2, 4)).place_all(specs)
+    assert where(places, "generation_server") == [("h1", "0", "1"), ("h2", "0", "1")]
+    assert where(places, "model_worker") == [("h1", "0"), ("h1", "1"), ("h2", "0"), ("h2", "1"), ("h2", "3")]
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in specs)  # `placed` sets it
+
+
+def test_without_gpus_every_host_has_an_equal_share_of_the_devices():
+    allocation = "transformers.d4@0-3+d4@0-3+advantages:cpu1"
+    hosts = [host(1, cores=1), host(2, cores=64)]
+    places = placement_of(allocation, *hosts).place_all(specs_of(allocation))
+    for kind in ("generation_server", "model_worker/[0-3]"):
+        names = [name for name in sorted(places) if re.fullmatch(rf"{kind}(/\d)?", name)]
+        assert [places[name].host.name for name in names] == ["h1", "h1", "h2", "h2"]
+    assert places["model_worker/4"].host.name == "h2"  # a CPU worker goes where cores are free
+
+
+@pytest.mark.parametrize(
+    ("allocation", "said"),
+    [
+        ("sglang.d2@0-1+d2@2-3", r"model_worker/1 needs device 3, counted over all hosts from 0; GPUs: h1: 1, h2: 2"),
+        ("sglang.d1m2@0-1+d2@0-1", r"generation_server/0 needs devices 0 to 1 on one host, and they are on h1 and h2"),
+    ],
+)
+def test_devices_that_are_not_there_or_on_two_hosts_are_refused(allocation, said):
+    with pytest.raises(PlacementError, match=said):
+        placement_of(allocation, host(1, 1), host(2, 2)).place_all(specs_of(allocation, cluster="hosts"))
+
+
+@pytest.mark.parametrize("gpus", [2, 0])
+def test_the_devices_of_a_lost_host_move_together_and_the_others_stay(gpus):
+    allocation = "sglang.d4@0-3+d4@0-3"
+    specs = {spec.name: spec for spec in specs_of(allocation, cluster="hosts")}
+    placement = placement_of(allocation, host(1, gpus), host(2, gpus), host(3, gpus))
+    before = placement.place_all(list(specs.values()))
+    lost = before["model_worker/0"].host.name
+    placement.lose(lost)
+    for index in range(4):
+        server, worker = (placement.place(specs[f"{kind}/{index}"]) for kind in ("model_worker", "generation_server"))
+        assert server == worker
+        assert server.host.name != lost
+        if before[f"model_worker/{index}"].host.name != lost:
+            assert server == before[f"model_worker/{index}"]
+    if gpus:
+        devices = {(place.host.name, *place.gpus) for place in map(placement.place, specs.values()) if place.gpus}
+        assert len(devices) == 4
+
+
+def test_the_devices_of_a_lost_host_wait_for_it_if_no_other_has_room():
+    allocation = "sglang.d4@0-3+d4@0-3"
+    specs = {spec.name: spec for spec in specs_of(allocation, cluster="hosts")}
+    placement = placement_of(allocation, host(1, 2), host(2, 2))
+    before = placement.place_all(list(specs.values()))
+    placement.lose("h1")
+    with pytest.raises(PlacementError, match="needs device 0"):
+        placement.place(specs["model_worker/0"])
+    placement.add(host(1, 2))
+    assert placement.place(specs["model_worker/0"]) == before["model_worker/0"]
+    assert placement.place(specs["generation_server/3"]) == before["generation_server/3"]

@@ -107,6 +107,11 @@ def test_generation_may_run_ahead_if_its_responses_may_be_interrupted(interrupt:
     validate(replace(SHARED, generation=GenerationConfig(interrupt=interrupt)))
 
 
+@pytest.mark.parametrize("where", [{"cluster": "hosts", "hosts": ["a", "b"]}, {"cluster": "slurm"}], ids=str)
+def test_devices_may_be_shared_on_several_hosts(where: dict[str, Any]) -> None:
+    validate(replace(SHARED, allocation="sglang.d4@0-3+d4@0-3", **where))
+
+
 @pytest.mark.parametrize("interrupt", ["wait", "in_place"])
 def test_responses_that_may_not_be_interrupted_need_a_run_that_is_synchronous(interrupt: str) -> None:
     config = replace(SHARED, generation=GenerationConfig(interrupt=interrupt))

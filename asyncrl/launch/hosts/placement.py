@@ -6,6 +6,8 @@ consumes: process specs, hosts with their resources. produces: a place for each 
   in the order of their ranks, so that neighbouring ranks are close.
 - Without GPUs: a computing process goes to the host with the largest share of free cores. A model worker stays on the host of the
   previous rank as long as a core is free there.
+- If the allocation names devices, computing processes go where their devices are (devices.py). Processes with the same device
+  share it.
 - Processes that do not compute run on the launcher's host, if its memory suffices. Rollout workers are placed like computing
   processes, because rewards and agents need cores.
 - Cores may be oversubscribed, which makes processes slower. GPUs and memory may not.
@@ -17,7 +19,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.launch.program import ProcessSpec, num_devices
+from asyncrl.dataflow.topology import Allocation
+from asyncrl.launch.hosts.devices import NamedDevices
+from asyncrl.launch.program import ProcessSpec, named_devices, num_devices
 
 # Lower bounds, for the imports only. The model's memory comes on top; the user must allow for it
 _COMPUTING_BYTES = 1_000_000_000
@@ -54,10 +58,13 @@ class Placement:
     """The place of each process. No process has a place on a host that is lost: `place` then finds places for its processes on
     other hosts."""
 
-    def __init__(self, hosts: Iterable[Host], first: str) -> None:
-        """first: name of the launcher's own host, on which processes that do not compute are placed."""
+    def __init__(self, hosts: Iterable[Host], first: str, allocation: Allocation | None = None) -> None:
+        """hosts: in the order in which devices are counted. first: name of the launcher's own host, on which processes that do not
+        compute are placed. allocation: it may name devices."""
         self._hosts = {host.name: host for host in hosts}
         self._first = first
+        self._allocation = allocation if allocation is not None and allocation.generation_devices is not None else None
+        self._devices = NamedDevices(self._allocation.num_devices if self._allocation is not None else 0)
         self._places: dict[str, Place] = {}
         self._needs: dict[str, tuple[int, int]] = {}  # by placed process: cores, bytes
 
@@ -79,6 +86,7 @@ class Placement:
     def lose(self, host: str) -> None:
         """Remove a lost host and release its processes."""
         self._hosts.pop(host, None)
+        self._devices.lose(host)
         for name in [name for name, place in self._places.items() if place.host.name == host]:
             self.release(name)
 
@@ -93,6 +101,8 @@ class Placement:
             for spec in _in_order(specs):
                 self.place(spec)
         except PlacementError as error:
+            if self._allocation is not None:
+                raise
             raise PlacementError(f"{error}; {self._what_fits(specs)}") from None
         return {spec.name: self._places[spec.name] for spec in specs}
 
@@ -104,15 +114,16 @@ class Placement:
         memory = _memory_of(spec)
         if not self._hosts:
             raise PlacementError(f"{spec.name} cannot be placed: no host is left")
+        named = self._named_place(spec)
         fitting = [
             host
-            for host in self._hosts.values()
-            if len(self._free_gpus(host)) >= gpus
+            for host in ([named.host] if named is not None else self._hosts.values())
+            if (named is not None or len(self._free_gpus(host)) >= gpus)
             and (not host.memory_bytes or self._used(host)[1] + memory <= host.memory_bytes)
         ]
         if not fitting:
-            raise PlacementError(self._why_not(spec, gpus, memory))
-        place = self._choose(spec, fitting, gpus)
+            raise PlacementError(self._why_not(spec, 0 if named is not None else gpus, memory))
+        place = named or self._choose(spec, fitting, gpus)
         self._places[spec.name] = place
         self._needs[spec.name] = (1 if spec.computes or spec.kind == _ROLLOUT else 0, memory)
         return place
@@ -128,6 +139,23 @@ class Placement:
             return Place(before)
         return Place(max(fitting, key=lambda host: (self._free_cores(host) / max(host.cores, 1), host.cores)))
 
+    def _named_place(self, spec: ProcessSpec) -> Place | None:
+        """Return the place of the devices that the allocation names for the process; None: it names none. Raises PlacementError."""
+        numbers = named_devices(spec, self._allocation) if self._allocation is not None else range(0)
+        if not numbers:
+            return None
+        places = self._devices.places({host.name: host.gpus for host in self._hosts.values()})
+        missing = [number for number in numbers if number not in places]
+        what = f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
+        if missing:
+            gpus = ", ".join(f"{host.name}: {len(host.gpus)}" for host in self._hosts.values())
+            raise PlacementError(f"{spec.name} needs {what}, counted over all hosts from 0; GPUs: {gpus}")
+        names = dict.fromkeys(places[number].host for number in numbers)
+        if len(names) > 1:
+            raise PlacementError(f"{spec.name} needs {what} on one host, and they are on {' and '.join(names)}")
+        gpus_here = tuple(places[number].gpu for number in numbers if places[number].gpu)
+        return Place(self._hosts[next(iter(names))], gpus_here)
+
     def _neighbour(self, spec: ProcessSpec) -> Host | None:
         """Return the host of the model worker before this one, if that one is placed. None for other processes."""
         if spec.kind != _TRAINER:
@@ -137,6 +165,7 @@ class Placement:
 
     def _free_gpus(self, host: Host) -> list[str]:
         taken = {gpu for place in self._places.values() if place.host.name == host.name for gpu in place.gpus}
+        taken |= self._devices.gpus_of(host.name)
         return [gpu for gpu in host.gpus if gpu not in taken]
 
     def _free_cores(self, host: Host | None) -> int:

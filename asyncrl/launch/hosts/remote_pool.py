@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
@@ -178,7 +179,7 @@ class RemoteProcessPool(Pool):
         self._reports: dict[str, HostReport] = {}  # by host, observed and not processed yet
         self._known: dict[str, HostRecord] = {}  # by host, processed
         self._noticed: dict[str, int] = {}  # by host daemon: number of the last notice shown
-        self._placement = Placement([], own_host)
+        self._placement = Placement([], own_host, allocation_of(config))
         self._num_started = 0
         try:
             service.watch_checked(self._names.host_daemons(), self._observe_daemon)
@@ -316,8 +317,8 @@ class RemoteProcessPool(Pool):
             del self._known[name]
             how = f"was lost with its host {name}" + (", because its host daemon was restarted" if now else "")
             self._lose(name, before, how)
-        for name, record in daemons.items():
-            if name not in self._known:
+        for name in self._config.hosts:  # in this order devices are counted
+            if (record := daemons.get(name)) is not None and name not in self._known:
                 self._known[name] = record
                 self._placement.add(Host(name, record.address, tuple(record.gpus), record.cores, record.memory_bytes))
 
