@@ -355,18 +355,25 @@ def server_spec(
 ) -> ProcessSpec:
     """Return the process of any generation server, including those beyond the allocation.
 
-    Servers beyond it get the GPUs after those of the last model worker. If these are used up, processes share all GPUs in turn.
+    Servers beyond it get the GPUs after those of the allocation. If these are used up, processes share all GPUs in turn.
     """
     planned = plan(config, attempt=attempt, num_prompts=num_prompts, devices=devices)
     allocation = Allocation.parse(config.allocation)
     if index < allocation.num_servers:
         return next(spec for spec in planned if spec.name == f"generation_server/{index}")
-    wide = replace(allocation, generation=allocation.generation.with_parts({SAMPLES: index + 1}))
+    wide = replace(
+        allocation,
+        generation=allocation.generation.with_parts({SAMPLES: index + 1}),
+        generation_devices=None,  # its number of devices is the allocation's
+        training=tuple(replace(part, devices=None) for part in allocation.training),
+    )
     more = plan(replace(config, allocation=str(wide)), attempt=attempt, num_prompts=num_prompts, devices=devices)
     spec = next(spec for spec in more if spec.name == f"generation_server/{index}")
     if not devices:
         return spec
-    num_taken = sum(map(num_devices, planned)) + (index - allocation.num_servers) * num_devices(spec)
+    named = allocation.generation_devices is not None
+    num_taken = allocation.num_devices if named else sum(map(num_devices, planned))
+    num_taken += (index - allocation.num_servers) * num_devices(spec)
     slots = itertools.islice(itertools.cycle(devices), num_taken, None)
     return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(spec)))})
 

@@ -97,6 +97,12 @@ def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
 
 
+def test_a_further_server_beside_named_gpus_gets_those_after_them(config_of):
+    config = config_of("allocation=sglang.d1m2@4-5+d2@0-1")
+    more = server_spec(1, config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
+    assert (more.name, more.env["CUDA_VISIBLE_DEVICES"]) == ("generation_server/1", "6,7")
+
+
 def test_shared_gpus_are_those_that_the_allocation_names(config_of):
     config = config_of(
         "allocation=sglang.d2m2@1-4+d4@1-4+ref_inf:d1@0", "train.ppo.kl_coef=0.1", "manager.max_head_offpolicyness=0"
