@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import BATCH, STEPS, final_weights, launch_synchronous, starting, trained_events
+from whole_runs import BATCH, ROOT, STEPS, final_weights, launch_sorter, launch_synchronous, starting, trained_events
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, journal, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.lineage import audit
 from tests.support.replays import (
@@ -35,7 +35,7 @@ LIMIT_S = 400.0
 SHARED = "allocation=transformers.d2p1m1@0-1+d2p1m1@0-1"
 MEGABYTE = 1 << 20
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def manager_log(run: RunHandle) -> str:
@@ -170,6 +170,29 @@ def test_responses_go_on_over_turns_and_the_updates_equal_those_on_devices_of_th
         assert largest_difference(weights, begun) > 1e-3
         assert check_versions_of_tokens(recorded, apart.run_dir) > 10 * LOGPROB_ERROR
     assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("eta", [0, 2])
+def test_the_colocated_mode_of_relax_learns(sorter: Path, tmp_path: Path, eta: int) -> None:
+    """Its roles actor, critic and rollout on the same devices, the actor in two tensor ranks, and the reference on the actor's
+    devices. Its max_staleness is 0; with 2 responses go on over the turns."""
+    with launch_sorter(
+        sorter,
+        tmp_path,
+        "allocation=transformers.d2@0-1+d1m2@0-1",
+        f"manager.max_head_offpolicyness={eta}",
+        "train.max_steps=36",
+        config=ROOT / "configs" / "actor_critic_cpu.yaml",
+    ) as run:
+        assert run.wait(1500) == 0, run.output()
+        start, *_, end = evaluations(run.run_dir)
+        assert start["eval/sampled_reward"] < 0.25
+        assert end["eval/sampled_reward"] >= 0.80
+        assert end["eval/greedy_reward"] >= 0.93
+        assert max(step["offpolicy/head_max"] for step in train_steps(run.run_dir)) == eta
+        assert audit(run.run_dir).problems == []
+        assert_nothing_left(run.run_dir)
 
 
 class Memory(threading.Thread):

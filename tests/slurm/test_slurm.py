@@ -318,3 +318,39 @@ def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, t
         cluster.give_power(victim)
     else:
         cluster.start_node(victim)
+
+
+# ---------------------------------------------------------------------------------------------------------- shared devices
+
+
+@pytest.mark.release
+def test_devices_are_shared_on_each_node(cluster: SlurmCluster, tiny: Path) -> None:
+    job = submit(
+        cluster,
+        tiny,
+        "trial=shared",
+        "allocation=transformers.d2@0-1+d2@0-1",
+        "slurm.nodes=2",
+        "slurm.gpus_per_node=1",
+        "runtime.fork_server=false",
+        "manager.max_head_offpolicyness=2",
+        "train.max_steps=4",
+    )
+    computing = ("generation_server/0", "generation_server/1", "model_worker/0", "model_worker/1")
+    devices: dict[str, tuple[str, str]] = {}
+
+    def all_seen() -> bool:
+        devices.update(job.devices())
+        return devices.keys() >= {*computing}
+
+    job.wait_until(all_seen, "all processes")
+    for index, node in enumerate(GPU_NODES):
+        assert devices[f"generation_server/{index}"] == devices[f"model_worker/{index}"] == (node, "0")
+    cluster.wait_until(lambda: job_state(job.job_id).ended, "the job's end", LIMIT_S, job.told)
+    assert job_state(job.job_id).state == "COMPLETED", job.told()
+    assert audit(job.run_dir).problems == []
+    steps = train_steps(job.run_dir)
+    assert len(steps) == 4
+    assert max(step["offpolicy/head_max"] for step in steps) <= 2
+    log = (job.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log").read_text()
+    assert all(f"generation_server/{index} sleeps" in log for index in (0, 1))
