@@ -400,7 +400,8 @@ class TrainConfig:
     # always add up
     accumulate_unsharded: bool = False
     # Train on groups of a step's batch before the batch is complete: gradients add up over its parts, and the update is that of the
-    # whole batch. Minibatches take the groups in order of arrival. It needs no normalisation over the batch
+    # whole batch. Minibatches take the groups in order of arrival. If targets are normalised over the batch (advantage_norm=batch,
+    # value_norm), parts only run inference, and the last one trains on the whole batch, with shuffled minibatches
     streaming: bool = False
     # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens
     streaming_order: str = choice("groups", "groups", "balanced", "tokens")
@@ -890,6 +891,12 @@ def eval_sampling(chosen: EvalSetConfig, rollout: RolloutConfig) -> dict[str, tu
 def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:
     """The reward models by role: `reward` is train.reward_model, `reward_NAME` is train.reward_models.NAME."""
     return {role: model for role, (_, model) in model_settings(train).items() if isinstance(model, RewardModelConfig)}
+
+
+def needs_whole_batch(train: TrainConfig) -> bool:
+    """Whether a target is normalised by statistics of the whole batch, so that none is known before its last group: advantages
+    with (A - mean) / std (ppo.advantage_norm=batch), returns with (R - mean) / std (critic.value_norm)."""
+    return train.ppo.advantage_norm == "batch" or (train.critic is not None and train.critic.value_norm)
 
 
 def judges_by_group(ppo: PPOConfig) -> bool:

@@ -27,6 +27,7 @@ from asyncrl.config.schema import (
     generating_sources,
     judges_by_group,
     model_settings,
+    needs_whole_batch,
     prompt_sources,
     reward_models,
 )
@@ -210,6 +211,7 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     if not train.streaming:
         return
     needs = "with train.streaming"
+    whole = needs_whole_batch(train)
     offloaded = [role for role in train.offload if role in ("actor", "critic")]
     yield from problems_among(
         config,
@@ -235,18 +237,13 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
                 f"mode={config.mode} has no groups that arrive one after another; set it to false",
             ),
             (
-                train.ppo.advantage_norm == "batch",
-                "train.ppo.advantage_norm",
-                "makes (A - mean) / std over the batch, whose sign decides if a loss is clipped, so no gradient of a part"
-                f" is known before the whole batch; {needs} use group or none",
+                whole and bool(train.step),
+                "train.step",
+                "would run on parts without the advantages, which ppo.advantage_norm=batch and critic.value_norm make from the "
+                f"whole batch; {needs} use another advantage_norm and no value_norm, or leave it empty",
             ),
             (
-                train.critic is not None and train.critic.value_norm,
-                "train.critic.value_norm",
-                f"must be false {needs}: its targets are (R - mean) / std, with the mean and std of the returns of the whole batch",
-            ),
-            (
-                bool(offloaded),
+                bool(offloaded) and not whole,
                 "train.offload",
                 f"{' and '.join(offloaded)} must stay on the device {needs}: offloading drops the gradients of earlier parts",
             ),
@@ -257,7 +254,7 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
             ),
         ),
     )
-    if train.ptx is not None:
+    if train.ptx is not None and not whole:
         remedy = f"is divided among the minibatches of a whole batch; {needs} leave it out"
         yield "train.ptx", train.ptx.texts.path, remedy
 

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
+from asyncrl.config.schema import (
+    CRITIC,
+    REF,
+    REWARD,
+    TEACHER,
+    TrainConfig,
+    model_settings,
+    needs_whole_batch,
+    reward_models,
+)
 from asyncrl.data.sequence import is_words
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 
@@ -198,5 +207,18 @@ def steps_early(mfc: MFCDef, mfcs: Iterable[MFCDef], train: TrainConfig) -> bool
     minibatches, and no MFC of the step computes with the weights of its model. mfcs: placed."""
     num = train.critic.minibatches if mfc.role == CRITIC and train.critic is not None else train.ppo.minibatches
     uses = [other for other in mfcs if other.model == mfc.model and other.kind != "train_step"]
-    waits = any(other.interface != ADVANTAGES for other in uses)
+    waits = needs_whole_batch(train) or any(other.interface != ADVANTAGES for other in uses)
     return train.streaming and mfc.kind == "train_step" and num > 1 and not waits
+
+
+def waiting_for_batch(mfcs: Iterable[MFCDef], train: TrainConfig) -> frozenset[str]:
+    """The MFCs that run once, on the whole batch, when its last part has arrived (train.streaming): if a target needs the whole
+    batch, `advantages`, those that read what these make, and all that train. Empty: all MFCs run on each part. mfcs: in the order
+    of their keys."""
+    waiting: list[str] = []
+    late: set[str] = set()  # keys that they make
+    for mfc in mfcs if train.streaming and needs_whole_batch(train) else ():
+        if mfc.kind == "train_step" or mfc.interface == ADVANTAGES or not late.isdisjoint(mfc.input_keys):
+            waiting.append(mfc.name)
+            late.update(mfc.output_keys)
+    return frozenset(waiting)

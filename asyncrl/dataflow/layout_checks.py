@@ -9,7 +9,17 @@ from dataclasses import replace
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
+from asyncrl.config.schema import (
+    CRITIC,
+    EMA,
+    REF,
+    REWARD,
+    TEACHER,
+    ExperimentConfig,
+    model_settings,
+    needs_whole_batch,
+    reward_models,
+)
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Conflict, Problem, problems_among
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
@@ -116,7 +126,8 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         yield "train.mfcs", train.mfcs, str(error)
         return
     own = [mfc for mfc in graph.mfcs.values() if mfc.interface in train.mfcs]
-    if train.streaming and (training := [mfc.name for mfc in own if mfc.kind == "train_step"]):
+    steps_on_parts = train.streaming and not needs_whole_batch(train)
+    if steps_on_parts and (training := [mfc.name for mfc in own if mfc.kind == "train_step"]):
         remedy = f"{', '.join(training)} would step after each part of a batch; set train.streaming=false"
         yield "train.mfcs", train.mfcs, remedy
     strangers = [name for name in allocation.names if name not in graph.mfcs and name not in graph.roles]

@@ -294,13 +294,16 @@ class AsyncIOSequenceBuffer:
         return frozenset.intersection(*keys) if keys else frozenset()
 
     def begin_batch(self, tickets: Sequence[str]) -> None:
-        """Set the batch of the next step, or its next part, in canonical order. Only a last part may be empty."""
+        """Set the batch of the next step, or its next part, in canonical order. Only a last part may be empty, and only a last part
+        may have groups of earlier ones: it is the whole batch then."""
         if self._in_step:
             raise RuntimeError("the previous batch is still in its step")
         missing = [ticket for ticket in tickets if ticket not in self._entries]
         if missing or not (tickets or self.earlier):
             raise ValueError(f"cannot form a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
         self._batch, self._in_step = tuple(tickets), True
+        taken = set(tickets)
+        self.earlier = tuple(ticket for ticket in self.earlier if ticket not in taken)
 
     def end_part(self) -> None:
         """All MFCs have run on this part of the batch, and further parts follow."""

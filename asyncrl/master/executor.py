@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.dataflow.graph import TRAIN_MFC, steps_early
+from asyncrl.dataflow.graph import TRAIN_MFC, steps_early, waiting_for_batch
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
@@ -77,7 +77,7 @@ class ModelFunctionCall:
 
     async def _ready(self, step: PartOfStep, batch: Batch, call: Call) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""
-        mfc = self.mfc
+        mfc, made = self.mfc, step.made.get(self.mfc.name, frozenset())
         if call.after:
             await asyncio.wait(call.after)  # each has a limit of its own
         making = {maker: None for key in mfc.input_keys for maker in batch.makers(key)}
@@ -87,11 +87,12 @@ class ModelFunctionCall:
         on_policy = step.on_policy and mfc.name == TRAIN_MFC
         if on_policy:
             step.on_policy = False  # further calls of the step train from changed weights
+        batches = [part.select(set(part.ids) - made) for part in call.batches] if made else call.batches
         return ExecuteMFC(
             mfc=mfc.name,
             version=step.version,
-            ids=list(batch.ids),
-            parts=step.parts_for(mfc, call.batches, self.home.moved_keys),
+            ids=[group for group in batch.ids if group not in made],
+            parts=step.parts_for(mfc, batches, self.home.moved_keys),
             ends_step=step.ends_step,
             batch=step.batch,
             on_policy=on_policy,
@@ -152,6 +153,8 @@ class FunctionExecutor:
         self._homes = homes
         mfcs = [home.mfc for home in homes]
         self._steps_early = any(steps_early(mfc, mfcs, hooks.train) for mfc in mfcs)
+        self._waiting = waiting_for_batch(mfcs, hooks.train)
+        self._made: dict[str, set[str]] = {}  # by MFC: the groups of earlier parts, if others wait for the batch
         self.is_within_step = False  # the workers may hold weights of a step that has not ended
         self._calls = [ModelFunctionCall(home, caller, hooks) for home in homes]
 
@@ -175,8 +178,8 @@ class FunctionExecutor:
             home.at(version, num_left=num_left)
 
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
-        """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
-        rest of the batch."""
+        """Run the MFCs on a part of the batch of the step from this version (train.streaming), except those that wait for the whole
+        batch. `execute_step` then runs them on the rest of the batch, and the others on all of it."""
         self.is_within_step = self._steps_early
         await self._run(tickets, version, ends_step=False)
         self._result.add(NUM_PARTS, 1.0)
@@ -185,19 +188,22 @@ class FunctionExecutor:
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Run the MFCs of the step from this version on a batch. If one fails, the others are cancelled and its error is raised."""
         earlier = set(self._buffer.earlier)
-        rest = [ticket for ticket in tickets if ticket not in earlier]
-        await self._run(rest, version, tickets if earlier else ())
+        if self._waiting:
+            await self._run(tickets, version)
+        else:
+            rest = [ticket for ticket in tickets if ticket not in earlier]
+            await self._run(rest, version, tickets if earlier else ())
         if earlier:
             self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_batch()
-        self.is_within_step = False
+        self.is_within_step, self._made = False, {}
         result, self._result = self._result, StepResult()
         return result
 
     async def _run(
         self, tickets: Sequence[str], version: int, batch: Sequence[str] = (), *, ends_step: bool = True
     ) -> None:
-        left_out = self._hooks.left_out(version)
+        left_out = self._hooks.left_out(version) | (frozenset() if ends_step else self._waiting)
         reads: dict[str, list[str]] = {}
         for home in self._homes:
             if home.mfc.name not in left_out:
@@ -213,6 +219,7 @@ class FunctionExecutor:
             result=self._result,
             ends_step=ends_step,
             batch=batch,
+            made=self._made,
         )
         num_taken = len(self._buffer.earlier) + len(tickets)
         self._at(version, num_left=0 if ends_step else max(0, self._hooks.train.batch_size - num_taken))
@@ -233,14 +240,20 @@ class FunctionExecutor:
                             partial(start, runner),
                             num_ranks=runner.num_ranks,
                             is_left_out=runner.mfc.name in left_out,
-                            adds_up=self._hooks.train.streaming,
+                            adds_up=self._hooks.train.streaming and not self._waiting,
                         )
                         for runner in self._calls
                     ]
                 )
                 step.begin(metas, self._buffer.common_keys(tickets))
+                for runner in self._calls if ends_step else ():
+                    if made := self._made.get(runner.mfc.name):
+                        step.move(runner.mfc.output_keys, made)
                 group.create_task(self._function.run(models, Batch(metas, step.read, version=version)))
             step.result.count(models.calls)
+            for call in models.calls if self._waiting and not ends_step else ():
+                if step.missing.isdisjoint(call.mfc.output_keys):
+                    self._made.setdefault(call.mfc.name, set()).update(call.ids)
             if ends_step and TRAIN_MFC not in left_out:
                 self._on_policy.trained()
             await step.moved()

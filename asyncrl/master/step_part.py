@@ -11,7 +11,7 @@ fetches the outputs before the call counts as done (homes.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncrl.dataflow.mfc import MFCDef
@@ -47,12 +47,14 @@ class PartOfStep:
         result: StepResult,
         ends_step: bool,
         batch: Sequence[str],
+        made: Mapping[str, Set[str]],
     ) -> None:
         """reads: model -> the keys that move to its workers (Home.moved_keys). placements: of these models.
-        heads, records: as in FunctionExecutor. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC."""
+        heads, records: as in FunctionExecutor. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC.
+        made: MFC -> groups of this part whose output keys an earlier part of the step has made."""
         self.version = version
         self.on_policy = False  # the first call of actor_train of the step gets on-policy data
-        self.ends_step, self.batch = ends_step, list(batch)
+        self.ends_step, self.batch, self.made = ends_step, list(batch), made
         # (model, groups) -> the ids of each data rank
         self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
         self.missing: set[str] = set()  # keys that no worker computes in this step, because a worker group is missing

@@ -98,6 +98,40 @@ def test_the_trainer_dies_in_a_step_that_has_begun(config: Path, gate: Gate, who
 
 
 @pytest.mark.release
+def test_ppo_in_parts(config: Path, gate: Gate) -> None:
+    """Values, returns and advantages of the whole batch, two minibatches, two passes. The trainer is killed within a step, the CPU
+    worker of the advantages in another one."""
+    settings = [
+        *(entry for entry in EXACT if not entry.startswith(("train.ppo.advantage_norm", "train.ppo.minibatches"))),
+        "train.algorithm=ppo",
+        "train.ppo.gae_lambda=0.9",
+        "train.ppo.minibatches=2",
+        "train.ppo.epochs=2",
+        "train.critic.minibatches=2",
+        "train.critic.value_norm=true",
+        "train.critic.optimizer.eps=1e-6",
+    ]
+    gate.open()
+    with launch(config, *settings, "trial=whole_ppo") as expected:
+        assert expected.wait(LIMIT_S) == 0, expected.output()
+    layout = "allocation=transformers.d1+d1+advantages:cpu1"
+    with (
+        gate.shut(2 * STRIKE + 1),
+        launch(config, *settings, "trial=ppo", layout, "train.streaming=true") as run,
+    ):
+        wait_for_half_a_batch(run, attempt=1)
+        run.worker("model_worker/0").kill()
+        wait_for_half_a_batch(run, attempt=2)
+        run.worker("model_worker/1").kill()
+        gate.open()
+        assert run.wait(LIMIT_S) == 0, run.output()
+    parts = {step["step"]: step.get(PARTS, 1) for step in train_steps(run.run_dir)}
+    assert parts[STRIKE + 1] > 1
+    assert audit(run.run_dir).problems == []
+    assert_same_run(run.run_dir, expected.run_dir, config)
+
+
+@pytest.mark.release
 def test_two_ranks_and_a_detached_reference(config: Path, gate: Gate, whole: Path) -> None:
     layout = ["allocation=transformers.d1+d2+ref_inf:d1", "train.streaming_order=balanced"]
     with gate.shut(2 * STRIKE + 1), launch(config, *EXACT, "trial=layout", "train.streaming=true", *layout) as run:

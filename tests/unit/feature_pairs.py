@@ -99,6 +99,15 @@ JUDGE = {"reward_model": RewardModelConfig("reward", scale=0.5)}
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant", eps=1e-4)
 FEATURES: dict[str, Feature] = {
     "streaming": Feature(how={"streaming": True}),
+    "ppo in parts": Feature(
+        {
+            "ppo.advantage_norm": "batch",
+            "ppo.gae_lambda": 0.9,
+            "critic": CriticConfig("", OPTIMIZER, minibatches=2, value_norm=True),
+        },
+        {"streaming": True},
+    ),
+    "reinforce_pp in parts": Feature({**KL, "ppo.advantage_norm": "batch"}, {"streaming": True}),
     "arriving_inference": Feature(KL, {"arriving_inference": True}, ("ref_inf:d1",)),
     "arriving reward model": Feature(JUDGE, {"arriving_inference": True}, ("rew_inf:d1",)),
     "reference on its own workers": Feature(KL, places=("ref_inf:d1",)),
@@ -533,7 +542,11 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
     options: dict[str, Any] = {"train": train, "run_dir": folder, "world_of": EngineWorld}
     async with running_groups(graph, everything, allocation.num_model_workers, detached, **options) as (world, master):
         world.set_up(config, mfcs, models, folder)
-        if not train.streaming and any("streaming" in feature.how for feature in features):
+        if (
+            not train.streaming
+            and not schema.needs_whole_batch(train)
+            and any("streaming" in feature.how for feature in features)
+        ):
             for interface in world.interfaces.values():
                 if hasattr(interface, "minibatches"):
                     interface.minibatches = InOrderOfArrival(**vars(interface.minibatches))

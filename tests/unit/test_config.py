@@ -36,6 +36,8 @@ from asyncrl.testing.tiny import make_char_tokenizer
 from tests.support.mfcs import declare
 from tests.support.preflight import preflight
 
+STEP = f"{Path(asyncrl.__file__).parent}/examples/grpo/step.py:step"
+
 MINIMAL = """
 model_path: m
 prompts: {path: p.jsonl}
@@ -202,10 +204,9 @@ def test_a_file_of_train_mfcs_that_raises_is_named(config_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.ppo.advantage_norm=batch"], "train.ppo.advantage_norm='batch': makes (A - mean) / std over the batch"),
         (
-            ["train.ppo.advantage_norm=none", "train.critic={value_norm: true, minibatches: 1}"],
-            "train.critic.value_norm=True: must be false with train.streaming",
+            ["train.ppo.advantage_norm=batch", f"train.step={STEP}"],
+            f"train.step='{STEP}': would run on parts without the advantages",
         ),
         (
             [f"train.mfcs=[{declare('trains', kind='train_step', input_keys=[])}]"],
@@ -226,6 +227,9 @@ def test_what_cannot_stream_is_refused_with_the_reason(config_file, overrides, m
     streaming = ["train.streaming=true", "train.ppo.minibatches=1"]
     load_experiment(config_file, streaming)
     load_experiment(config_file, [*streaming, "train.ppo.advantage_norm=none", "train.critic={minibatches: 1}"])
+    load_experiment(config_file, [*streaming, f"train.step={STEP}"])
+    for algorithm in ("reinforce_pp", "ppo"):
+        load_experiment(config_file, [*streaming, f"train.algorithm={algorithm}", "train.offload=[actor]"])
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, [*streaming, *overrides])
     assert message in str(error.value)

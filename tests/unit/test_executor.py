@@ -7,15 +7,16 @@ import contextlib
 import logging
 import uuid
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, PPOConfig, RefConfig, RuntimeConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, NameResolveConfig, PPOConfig, RefConfig, RuntimeConfig, TrainConfig
 from asyncrl.dataflow.axes import SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
-from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.mfc import ADVANTAGES, MFCDef
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.batch import BatchFormer, Ready
@@ -390,6 +391,47 @@ async def test_a_batch_in_parts(last):
         assert "streaming/parts" not in (await master.step(["u"], 1)).stats
         assert world.calls(ExecuteMFC)[-1][1].ends_step
         assert world.calls(ExecuteMFC)[-1][1].batch == []
+
+
+@pytest.mark.parametrize("last", [["t4", "t5"], []])
+@pytest.mark.parametrize(
+    "settings", [{"ppo": PPOConfig(advantage_norm="batch")}, {"critic": CriticConfig(path="/c", value_norm=True)}]
+)
+async def test_targets_that_are_normalised_over_the_batch_are_made_once_from_all_of_its_parts(settings, last):
+    """Inference runs once on each group, when its part is there. What makes the targets, reads them or trains runs once."""
+    graph = DataflowGraph(
+        [
+            mfc("critic_inf", "critic", ["tokens"], ["values"]),
+            replace(mfc("advantages", "actor", ["tokens", "rewards", "values"], ["adv"]), interface=ADVANTAGES),
+            mfc("spread", "actor", ["adv"], ["spread"]),
+            mfc("actor_train", "actor", ["tokens", "adv", "spread"], kind="train_step"),
+            mfc("critic_train", "critic", ["tokens", "values", "adv"], kind="train_step"),
+            mfc("judge_train", "judge", ["tokens"], kind="train_step"),
+        ],
+        DATASET,
+    )
+    places = [placement("actor", "d2", [0, 1]), placement("critic", "d1m2", [2, 3]), placement("judge", "d1", [4])]
+    train = TrainConfig(streaming=True, **settings)
+    async with running(graph, places, 5, train=train) as (world, master):
+        for version in range(2):
+            batch = [f"t{6 * version + int(ticket[1:])}" for ticket in ("t0", "t1", "t2", "t3", *last)]
+            for ticket in batch:
+                master.store(ticket, int(ticket[1:]), int(ticket[1:]) % 2, 10)
+            for part in ([batch[1]], [batch[0], batch[2], batch[3]]):
+                await asyncio.wait_for(master.executor.execute_part(part, version), LIMIT_S)
+                assert not master.executor.is_within_step
+            result = await master.step(batch, version)
+            calls = [body for me, body in world.calls(ExecuteMFC) if me in (0, 2, 4) and body.version == version]
+            ran = defaultdict(list)
+            for body in calls:
+                ran[body.mfc].append(body.ids)
+                assert body.ends_step or body.mfc == "critic_inf"
+                assert body.batch == []
+            assert ran.pop("critic_inf") == [batch[1:2], [batch[0], *batch[2:4]], batch[4:]]
+            assert ran == {name: [batch] for name in set(graph.mfcs) - {"critic_inf"}}
+            assert result.stats["streaming/parts"] == 3
+            assert world.held == [set()] * 5
+            assert (len(master.tracker), len(master.buffer), master.buffer.earlier) == (0, 0, ())
 
 
 def test_groups_that_are_enough_for_a_part():
