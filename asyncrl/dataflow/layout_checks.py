@@ -191,7 +191,8 @@ def _bad_detached(
     train = config.train
     mfcs = [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
     groups = worker_groups_of(placements, mfcs, train, num_workers=allocation.num_model_workers, mode=config.mode)
-    detached = {model.role for model in placements if not any(map(groups.is_local, model.workers))}
+    alone = [model for model in placements if not model.grid.on_cpu and not any(map(groups.is_local, model.workers))]
+    detached = {model.role for model in alone}
     if train.actor_inf_on_missing and ACTOR not in detached:
         remedy = f"needs actor_inf on workers of its own, such as {config.allocation}+actor_inf:d1p1m1"
         yield "train.actor_inf_on_missing", train.actor_inf_on_missing, remedy

@@ -96,6 +96,16 @@ def test_arriving_inference_without_a_detached_model_is_refused():
         )
 
 
+def test_a_cpu_worker_is_no_actor_inf_on_workers_of_its_own():
+    train = TrainConfig(actor_inf_on_missing="wait")
+    refused = ExperimentConfig(model_path="/m", allocation="transformers.d1+d1+advantages:cpu1", train=train)
+    ((field, _, remedy),) = problems_of_layout(refused)
+    assert (field, remedy.partition(",")[0]) == (
+        "train.actor_inf_on_missing",
+        "needs actor_inf on workers of its own",
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------------ steps
 
 
