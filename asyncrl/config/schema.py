@@ -436,8 +436,8 @@ class TrainConfig:
     mfcs: list[str] = field(default_factory=list, metadata={"rule": _CODE})
     roles: dict[str, RoleConfig] = field(default_factory=dict)  # further models on which such functions run, by role
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
-    # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
-    # only the rest. false: it processes each batch within its step
+    # true: a reference, reward model, teacher or actor_inf in a detached group processes stored groups while the trainer trains or
+    # waits for data, and a step only the rest; actor_inf only groups of its step. false: it processes each batch within its step
     arriving_inference: bool = False
     # For experiments about staleness: a step waits until (1 + eta) * batch_size groups are stored, so that later groups are all
     # trained eta versions after the version that began them.

@@ -25,7 +25,7 @@ from asyncrl.config.validation import Conflict, Problem, problems_among
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
-from asyncrl.dataflow.worker_groups import is_stateless, on_missing, worker_groups_of
+from asyncrl.dataflow.worker_groups import on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
@@ -199,8 +199,10 @@ def _bad_detached(
     if train.actor_inf_on_missing == "continue" and not train.ppo.use_decoupled_loss:
         remedy = "replaces the proximal logprobs of the decoupled loss; use wait or stop with use_decoupled_loss=false"
         yield "train.actor_inf_on_missing", "continue", remedy
-    if train.arriving_inference and not any(map(is_stateless, detached)):
-        remedy = "needs a reference, reward model or teacher with workers of its own"
+    if train.arriving_inference and not detached:
+        remedy = (
+            "needs a reference, reward model, teacher or (with actor_inf_on_missing) actor_inf with workers of its own"
+        )
         yield "train.arriving_inference", True, f"{remedy}, such as {config.allocation}+ref_inf:d1p1m1"
     roles = [(REF, "ref", "ref_inf")]
     for role in reward_models(train):

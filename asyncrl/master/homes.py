@@ -19,7 +19,7 @@ from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, plan_fetches
 from asyncrl.dataflow.topology import Handler, ModelPlacement
-from asyncrl.dataflow.worker_groups import is_stateless, on_missing
+from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
@@ -29,6 +29,7 @@ from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import MISSING
 from asyncrl.master.step_part import BALANCE_TOLERANCE, PartOfStep
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC
+from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class ArrivingGroups:
     """
 
     def __init__(self, *, max_tokens: int, batch_size: int, update_interval: int) -> None:
-        """update_interval: steps between two refreshes of the model (train.ref.update_interval); 0: it never changes."""
+        """update_interval: steps between two changes of the model's weights; 0: they never change."""
         self._max_tokens, self._batch_size, self._update_interval = max_tokens, batch_size, update_interval
 
     def next_chunk(
@@ -221,7 +222,8 @@ class ArrivingGroups:
 
 
 class ArrivingInference(InDetachedGroup):
-    """The model is detached and frozen. Its workers also process stored groups before their step (train.arriving_inference).
+    """The model is detached, and its weights do not change within a step. Its workers also process stored groups before their step
+    (train.arriving_inference).
 
     consumes: stored groups, in chunks (ArrivingGroups); a step's batch.  produces: its output keys, which its workers hold until
     the step.
@@ -246,7 +248,7 @@ class ArrivingInference(InDetachedGroup):
         self._arriving = ArrivingGroups(
             max_tokens=train.max_tokens_per_mb * placement.grid.num_replicas,
             batch_size=train.batch_size,
-            update_interval=train.ref.update_interval if mfc.role == REF else 0,
+            update_interval={REF: train.ref.update_interval, ACTOR: 1}.get(mfc.role, 0),
         )
         self._lock = asyncio.Lock()
         self._version, self._num_left = 0, 0
@@ -342,7 +344,7 @@ def homes_of(
     for mfc in mfcs:
         placement = placements[mfc.model]
         # Only a function that computes each sequence alone can run on groups before their step
-        alone = is_stateless(mfc.role) and mfc.interface in (LOGPROBS, SCORES)
+        alone = mfc.interface in (LOGPROBS, SCORES)
         if detached.worker_groups.is_local(placement.workers[0]):
             homes.append(InTrainerGroup(mfc, placement, caller, hooks, refresher))
         elif hooks.train.arriving_inference and alone:

@@ -114,6 +114,9 @@ FEATURES: dict[str, Feature] = {
     "reward model on its own workers": Feature(JUDGE, places=("rew_inf:d1",)),
     "teacher on its own workers": Feature({"teacher": TeacherConfig("lm", 0.5)}, places=("teacher_inf:d1",)),
     "actor_inf on its own workers": Feature(places=("actor_inf:d1",)),
+    "arriving actor_inf": Feature(
+        how={"actor_inf_on_missing": "wait", "arriving_inference": True}, places=("actor_inf:d1",)
+    ),
     "detached actor_inf": Feature(how={"actor_inf_on_missing": "wait"}, places=("actor_inf:d1",)),
     "critic on its own workers": Feature({"critic": CriticConfig("", OPTIMIZER, minibatches=1)}, places=("critic:d1",)),
     "advantages on a CPU worker": Feature(places=("advantages:cpu1",)),

@@ -87,7 +87,14 @@ def test_arriving_inference_without_a_detached_model_is_refused():
     for role, training in (("ref_inf", train), ("teacher_inf", replace(train, teacher=TeacherConfig(path="/t")))):
         placed = ExperimentConfig(model_path="/m", allocation=f"transformers.d1+d1+{role}:d1", train=training)
         assert list(problems_of_layout(placed)) == []
-    for allocation in ("transformers.d1+d1", "transformers.d1+d1+advantages:cpu1"):
+    own = ExperimentConfig(model_path="/m", allocation="transformers.d1+d1+actor_inf:d1+advantages:cpu1", train=train)
+    assert list(problems_of_layout(replace(own, train=replace(train, actor_inf_on_missing="wait")))) == []
+    places = (
+        "transformers.d1+d1",
+        "transformers.d1+d1+advantages:cpu1",
+        own.allocation,
+    )  # actor_inf is in the trainer group
+    for allocation in places:
         refused = ExperimentConfig(model_path="/m", allocation=allocation, train=train)
         ((field, _, remedy),) = problems_of_layout(refused)
         assert (field, remedy.partition(",")[0]) == (
@@ -184,12 +191,20 @@ async def test_groups_are_processed_again_if_their_reader_ends(moment):
         assert len(master.tracker) == 0
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-async def test_groups_get_the_weights_of_their_step(interval, tmp_path):
-    """Weights are numbers here. `expected` is the reference's weight in the step that runs, or comes next. The fake workers assert
-    it for every MFC of the reference, also on arriving groups."""
-    train = TrainConfig(arriving_inference=True, batch_size=1, ref=RefConfig(update_interval=interval))
-    async with running(train, run_dir=tmp_path) as (world, master):
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        ("ref", {"ref": RefConfig(update_interval=1)}),
+        ("ref", {"ref": RefConfig(update_interval=2)}),
+        ("actor@1", {"actor_inf_on_missing": "wait"}),
+    ],
+)
+async def test_groups_get_the_weights_of_their_step(role, settings, tmp_path):
+    """Weights are numbers here. `expected` is the model's weight in the step that runs, or comes next. `weights` are those with
+    which groups were computed, also arriving ones. A detached layout of the actor changes with each step."""
+    train = TrainConfig(arriving_inference=True, batch_size=1, **settings)
+    interval = train.ref.update_interval or 1
+    async with running(train, role=role, run_dir=tmp_path) as (world, master):
         world.weights, world.run_dir = [0.0, 0.0, 2.0, 2.0], tmp_path
         shares, weights = [], {}
         record, expected = World.run, 2.0
