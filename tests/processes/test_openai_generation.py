@@ -35,6 +35,7 @@ class RecordingClient(PartialRolloutManager):
             make_services(),
             new_tokens_per_chunk=16,
             request_timeout_s=60.0,
+            turn_limit_s=60.0,
             max_requests=32,
         )
         self.replies: list[tuple[list[int], GenerateReply]] = []
