@@ -508,4 +508,62 @@ MUTANTS = [
             "TestAudit::test_the_admission_and_the_push_of_each_trained_group_are_checked",
         ),
     ),
+    *_of(
+        "asyncrl/manager/ledger.py",
+        "tests/unit/test_ledger.py",
+        (
+            "a-turn-of-training-looks-like-lost-servers",
+            "if server is None and self.servers.training:",
+            "if server is None and not self.servers:",
+            "test_in_trainings_turn_a_ticket_without_a_server_is_told_to_wait_and_its_pace_does_not_count",
+        ),
+        (
+            "a-turn-of-training-makes-a-server-slow",
+            "            live.has_moved = True  # the seconds of training's turn are not the server's\n",
+            "",
+            "test_in_trainings_turn_a_ticket_without_a_server_is_told_to_wait_and_its_pace_does_not_count",
+        ),
+    ),
+    *_of(
+        "asyncrl/launch/hosts/devices.py",
+        "tests/unit/test_placement.py",
+        (
+            "devices-are-dealt-out-in-turn",
+            "number * len(names) // self._count",
+            "number % len(names)",
+            "test_without_gpus_every_host_has_an_equal_share_of_the_devices",
+        ),
+        (
+            "a-moved-device-shares-a-gpu-with-another-one",
+            "free = [gpu for gpu in gpus if gpu not in taken]",
+            "free = list(gpus)",
+            "test_the_devices_of_a_lost_host_wait_for_it_if_no_other_has_room",
+        ),
+        (
+            "devices-of-a-lost-host-keep-their-places",
+            "            del self._places[number]\n",
+            "            pass\n",
+            "test_the_devices_of_a_lost_host_wait_for_it_if_no_other_has_room",
+        ),
+    ),
+    *_of(
+        "asyncrl/launch/hosts/placement.py",
+        "tests/unit/test_placement.py",
+        (
+            "a-further-server-takes-the-gpu-of-a-device",
+            "        taken |= self._devices.gpus_of(host.name)\n",
+            "",
+            "test_a_further_server_takes_no_gpu_that_is_a_device",
+        ),
+    ),
+    *_of(
+        "asyncrl/dataflow/layout_checks.py",
+        "tests/unit/test_shared_devices.py",
+        (
+            "responses-that-may-not-be-interrupted-share-devices",
+            'config.generation.interrupt not in ("abort", "retract"),',
+            'config.generation.interrupt not in ("abort", "retract", "wait"),',
+            "test_responses_that_may_not_be_interrupted_need_a_run_that_is_synchronous",
+        ),
+    ),
 ]

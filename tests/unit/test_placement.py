@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
-from asyncrl.launch.program import plan
+from asyncrl.launch.program import plan, server_spec
 
 GPUS = tuple(str(number) for number in range(8))
 CONFIG = ExperimentConfig(
@@ -194,3 +194,14 @@ def test_the_devices_of_a_lost_host_wait_for_it_if_no_other_has_room():
     placement.add(host(1, 2))
     assert placement.place(specs["model_worker/0"]) == before["model_worker/0"]
     assert placement.place(specs["generation_server/3"]) == before["generation_server/3"]
+
+
+def test_a_further_server_takes_no_gpu_that_is_a_device():
+    config = replace(CONFIG, allocation="sglang.d1@0+d1@1", cluster="hosts")
+    specs = {spec.name: spec for spec in specs_of(config.allocation, cluster="hosts")}
+    placement = placement_of(config.allocation, host(1, 3))
+    placement.place_all(list(specs.values()))
+    placement.release("model_worker/0")  # it is being restarted
+    further = server_spec(1, config, attempt=1, num_prompts=1000, devices=GPUS)
+    assert placement.place(further).gpus == ("2",)
+    assert placement.place(specs["model_worker/0"]).gpus == ("1",)
