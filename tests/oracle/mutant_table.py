@@ -566,4 +566,24 @@ MUTANTS = [
             "test_responses_that_may_not_be_interrupted_need_a_run_that_is_synchronous",
         ),
     ),
+    *_of(
+        "asyncrl/master/executor.py",
+        "tests/unit/test_executor.py",
+        (
+            "groups-of-earlier-parts-are-computed-again",
+            "made = self.mfc, step.made.get(self.mfc.name, frozenset())",
+            "made = self.mfc, frozenset()",
+            "test_targets_that_are_normalised_over_the_batch_are_made_once_from_all_of_its_parts",
+        ),
+    ),
+    *_of(
+        "asyncrl/dataflow/graph.py",
+        "tests/unit/test_executor.py",
+        (
+            "models-train-on-parts-though-targets-need-the-batch",
+            'if mfc.kind == "train_step" or mfc.interface == ADVANTAGES or not',
+            "if mfc.interface == ADVANTAGES or not",
+            "test_targets_that_are_normalised_over_the_batch_are_made_once_from_all_of_its_parts",
+        ),
+    ),
 ]

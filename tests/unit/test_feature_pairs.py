@@ -48,6 +48,7 @@ QUICK = [
     ("reinforce_pp in parts", "minibatches and passes"),
     ("reinforce_pp in parts", "reference missing"),
     ("reinforce_pp in parts", "epochs"),
+    ("reinforce_pp in parts", "CPU worker that restarts"),
     ("advantages on a CPU worker", "adaptive kl"),
     ("advantages on a CPU worker", "reference missing"),
     ("advantages on a CPU worker", "actor_inf missing"),
