@@ -28,9 +28,14 @@ def estimate(scores: Sequence[float]) -> Estimate:
 
     half_width = z sqrt(sum_i (s_i - mean)^2 / (P (P - 1))), z = 1.96
 
-    This is the cluster-robust standard error of all n P responses for clusters of equal size, sqrt(sum_c (sum_i (s_ci - mean))^2)
-    / (n P), times sqrt(P / (P - 1)) against the bias of small P (Miller 2024, Adding Error Bars to Evals, arXiv:2411.00640). The
-    normal approximation is rough for few prompts. If all scores are equal the width is 0, although the true one is not.
+    For means of n rewards this is the clustered standard error of all n P rewards with the prompt as the cluster (Miller 2024,
+    Adding Error Bars to Evals, arXiv:2411.00640),
+
+        sqrt(SE_CLT^2 + sum_c sum_i sum_{j != i} (s_ci - mean) (s_cj - mean) / (n P)^2),  SE_CLT^2 = sum (s_ci - mean)^2 / (n P)^2
+
+    times sqrt(P / (P - 1)) against the bias of small P. Without a cluster around several prompts it is also the paper's standard
+    error of scores that are means over repeated answers. The normal approximation is rough for few prompts. If all scores are equal
+    the width is 0, although the true one is not.
 
     Raises ValueError without scores.
     """
@@ -73,6 +78,10 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
         if answer is not None and verdicts.setdefault(answer, verdict) != verdict:
             raise ValueError(f"the answer {answer!r} is judged both correct and wrong")
     votes = Counter(answer for answer in answers if answer is not None)
+    if k == len(answers):  # the only subset
+        most = max(votes.values(), default=0)
+        winners = [verdicts[answer] for answer, num in votes.items() if num == most]
+        return sum(winners) / len(winners) if winners else 0.0
     silent = len(answers) - votes.total()
     chosen = 0.0  # subsets of which the majority is correct; a tie of t answers counts 1 / t each
     for winner, count in votes.items():

@@ -8,7 +8,7 @@ statistics that decide something from the code that decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,22 +58,37 @@ EVAL_MODES = ("sampled", "greedy", "ema_sampled", "ema_greedy")
 
 
 class EvalName(NamedTuple):
-    """The name of a metric of an evaluation: eval/MODE_VALUE for the set of eval.prompts, eval/SET/MODE_VALUE for another one."""
+    """The name of a metric of an evaluation: eval/MODE_VALUE for the set of eval.prompts, eval/SET/MODE_VALUE for another one. The
+    metrics of one of several tasks of a set end in .TASK."""
 
-    eval_set: str
+    eval_set: str  # has no dot and no slash
     mode: str  # one of EVAL_MODES
-    value: str
+    value: str  # has no dot and no slash
+    task: str = ""  # "": all prompts of the set
 
     def __str__(self) -> str:
-        return f"eval/{self.eval_set}/{self.mode}_{self.value}" if self.eval_set else f"eval/{self.mode}_{self.value}"
+        place = f"eval/{self.eval_set}" if self.eval_set else "eval"
+        return f"{place}/{self.mode}_{self.value}{f'.{self.task}' if self.task else ''}"
 
     @classmethod
     def parse(cls, name: str) -> EvalName | None:
         """Inverse of `str`. None: the name of no metric of an evaluation."""
         group, _, rest = name.partition("/")
-        eval_set, _, own = rest.rpartition("/")
+        place, _, task = rest.partition(".")
+        eval_set, _, own = place.rpartition("/")
         mode = next((mode for mode in EVAL_MODES if own.startswith(f"{mode}_")), "")
-        return cls(eval_set, mode, own.removeprefix(f"{mode}_")) if group == "eval" and mode else None
+        return cls(eval_set, mode, own.removeprefix(f"{mode}_"), task) if group == "eval" and mode else None
+
+
+def at_most_k(names: Iterable[str], reward: EvalName) -> list[EvalName]:
+    """Of the metrics beside this one: pass@k and majority@k of the largest k that there is."""
+    beside = [name for name in filter(None, map(EvalName.parse, names)) if name._replace(value=reward.value) == reward]
+    most: dict[str, tuple[int, EvalName]] = {}
+    for name in beside:
+        estimator, at, k = name.value.partition("@")
+        if at and k.isdecimal():
+            most[estimator] = max(most.get(estimator, (0, name)), (int(k), name))
+    return [name for _, name in most.values()]
 
 
 METRICS = {  # group/name; evaluations have the group eval (EvalName)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.algorithms.metrics import METRICS, EvalName
+from asyncrl.algorithms.metrics import METRICS, EvalName, at_most_k
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.launch.rundir import SUMMARY_FILE
 from asyncrl.protocol.errors import DECODE_ERRORS
@@ -299,6 +299,7 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
 # computed from several values or from names that differ between runs are in _derived
 PANELS: tuple[tuple[str, str, str, float | None], ...] = (
     ("reward", "Reward", "mean reward", None),
+    ("at_k", "pass@k and majority@k", "share of prompts", None),
     ("off_policyness", "Off-policyness of first tokens", "versions behind", None),
     ("mixed_versions", "Responses of several versions", "% of the batch", None),
     ("response_length", "Response length", "tokens", None),
@@ -348,8 +349,11 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
         waits = [_Measure("trainer waits", lambda run, record: 100 - _share("time/train_s")(run, record))]
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
     parts = [part for part in _names(runs, r"time/(\w+)_s") if part not in _WHOLE_STEP]
+    keys = dict.fromkeys(key for run in runs for record in run.evaluations for key in record)
+    rewards = [name for name in filter(None, map(EvalName.parse, keys)) if name.value == "reward" and not name.task]
     return {
-        "reward": _of_evaluations(runs),
+        "reward": [_evaluated(name, "") for name in rewards if name.eval_set],
+        "at_k": [_evaluated(best, best.value) for name in rewards for best in at_most_k(keys, name)],
         "mixed_versions": [_Measure("", _mixed)],
         "time_shares": [*waits, _Measure("no generation", _generation_idle)],
         "time_parts": [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts],
@@ -359,11 +363,10 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
     }
 
 
-def _of_evaluations(runs: Sequence[Run]) -> list[_Measure]:
-    """The rewards of the sets with names."""
-    keys = dict.fromkeys(key for run in runs for record in run.evaluations for key in record)
-    names = [name for name in filter(None, map(EvalName.parse, keys)) if name.eval_set and name.value == "reward"]
-    return [_Measure(f"{name.eval_set}, {name.mode}", _metric(str(name)), of_evaluations=True) for name in names]
+def _evaluated(name: EvalName, shown: str) -> _Measure:
+    """A metric of evaluations. shown: what the legend adds to set and mode."""
+    label = ", ".join(filter(None, (name.eval_set, name.mode, shown)))
+    return _Measure(label, _metric(str(name)), of_evaluations=True, optional=True)
 
 
 def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
-from asyncrl.algorithms.metrics import EvalName
+from asyncrl.algorithms.metrics import EvalName, at_most_k
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
@@ -440,7 +440,7 @@ def _scores(evaluation: Mapping[str, Any], *, with_versions: bool = True) -> lis
     evaluation used other weight versions than that of its step: training continues during evaluations."""
     scores = []
     for name in filter(None, map(EvalName.parse, evaluation)):
-        if name.value != "reward":
+        if name.value != "reward" or name.task:
             continue
         key = str(name)
         first, last = (
@@ -450,7 +450,8 @@ def _scores(evaluation: Mapping[str, Any], *, with_versions: bool = True) -> lis
         versions = f" (versions {first:.0f} to {last:.0f})" if shown else ""
         interval = f" ±{number(evaluation, f'{key}_ci95'):.3f}" if f"{key}_ci95" in evaluation else ""
         label = f"{name.eval_set} {name.mode}".lstrip()
-        scores.append(f"{label} {number(evaluation, key):.3f}{interval}{versions}")
+        most = [f" {best.value} {number(evaluation, str(best)):.3f}" for best in at_most_k(evaluation, name)]
+        scores.append(f"{label} {number(evaluation, key):.3f}{interval}{''.join(most)}{versions}")
     return scores
 
 

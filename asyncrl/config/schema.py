@@ -476,6 +476,8 @@ class EvalSetConfig:
     modes: list[str] = field(default_factory=lambda: list(_EVAL_MODES), metadata={"rule": Rule(words=_EVAL_MODES)})
     # Responses to each prompt in the mode sampled. The mode greedy has one
     num_responses: int = limited(1, at_least=1, at_most=1_024)
+    # A response with at least this reward is correct, for pass@k and majority@k
+    correct_reward: float = 1.0
     # null: rollout.sampling. A field that is left out has the value of rollout.sampling. `modes` chooses greedy responses
     sampling: SamplingConfig | None = None
     at_start: bool = True  # evaluate the initial weights

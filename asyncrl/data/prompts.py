@@ -189,6 +189,10 @@ class PromptSource:
         """Name of the task of the prompt at a locator."""
         return self._task_of(self._rows[self.locate(locator.epoch, locator.position)])
 
+    def number_of(self, locator: Locator) -> int:
+        """Number of the line (Parquet and Hub: of the row) of the prompt at a locator."""
+        return self._numbers[self.locate(locator.epoch, locator.position)]
+
     def check_answers(self) -> None:
         """Raise ValueError with the line if an answer is neither text nor a number."""
         for index, row in enumerate(self._rows):

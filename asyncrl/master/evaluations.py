@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from asyncrl.config.schema import EvalConfig, evaluation_sets
-from asyncrl.dataflow.evaluation import summarize
+from asyncrl.config.schema import EvalConfig, eval_place, evaluation_sets
+from asyncrl.dataflow.evaluation import EvaluationResult, summarize
 from asyncrl.master.books import Books
 from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
 from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt, EvaluateReply, EvaluateRequest
@@ -18,6 +19,14 @@ from asyncrl.runtime.services import Services
 _MAX_EVALUATIONS = 4  # a scheduled evaluation is skipped while this many are running
 
 Results = Callable[[], Awaitable[Sequence[EvaluatedPrompt]]]  # empty: abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompt:
+    """A prompt of an evaluation set."""
+
+    line: int  # of its file; Parquet and Hub: the row
+    task: str
 
 
 class Evaluator(Protocol):
@@ -66,11 +75,17 @@ class Evaluations:
     """
 
     def __init__(
-        self, config: EvalConfig, num_prompts: Mapping[str, int], books: Books, evaluator: Evaluator, services: Services
+        self,
+        config: EvalConfig,
+        prompts: Mapping[str, Sequence[EvalPrompt]],
+        books: Books,
+        evaluator: Evaluator,
+        services: Services,
     ) -> None:
-        """num_prompts: by evaluation set, the prompts of each evaluation."""
+        """prompts: by evaluation set, those of each evaluation."""
         self.sets = evaluation_sets(config)
-        self._num_prompts, self._timeout_s = num_prompts, config.timeout_s
+        self._prompts, self._timeout_s = prompts, config.timeout_s
+        self._told: set[str] = set()  # why a set has no majority@k; said once
         self._books, self._evaluator = books, evaluator
         self._tasks, self._board, self._logger = services.tasks, services.board, services.logger
         self._begun: list[asyncio.Task[None]] = []
@@ -102,7 +117,7 @@ class Evaluations:
         """Evaluate the current weights on these sets; without sets, do nothing. name: suffix of the evaluation's id; by default the
         step. baseline: the current weights are the initial ones. prefix: of the modes in the metrics."""
         parts = [
-            EvalPart(eval_set=one, mode=mode, num_prompts=self._num_prompts[one])  # type: ignore[arg-type]  # checked at load
+            EvalPart(eval_set=one, mode=mode, num_prompts=len(self._prompts[one]))  # type: ignore[arg-type]  # checked at load
             for one in sets
             for mode in self.sets[one].modes
         ]
@@ -130,13 +145,33 @@ class Evaluations:
     ) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
-            judged = [
-                summarize(part, [result for result in found if result.part == number])
-                for number, part in enumerate(parts)
-            ]
+            judged = await asyncio.to_thread(self._summarize, parts, found)  # votes may take seconds
+            self._tell(judged)
             if before is not None:  # the previous evaluation ends within its own time limit
                 await self._wait(asyncio.wait({before}), "the previous evaluation")
             self._books.write_evaluation(step, judged, prefix)
+
+    def _summarize(self, parts: Sequence[EvalPart], found: Sequence[EvaluatedPrompt]) -> list[EvaluationResult]:
+        of_part: list[list[EvaluatedPrompt]] = [[] for _ in parts]
+        for result in found:
+            of_part[result.part].append(result)
+        return [
+            judged
+            for part, results in zip(parts, of_part, strict=True)
+            for judged in summarize(
+                part,
+                results,
+                [prompt.task for prompt in self._prompts[part.eval_set]],
+                self.sets[part.eval_set].correct_reward,
+            )
+        ]
+
+    def _tell(self, judged: Sequence[EvaluationResult]) -> None:
+        for result in judged:
+            place = f"{eval_place(result.eval_set)}{f', task {result.task}' if result.task else ''}"
+            if result.no_majority and place not in self._told:
+                self._told.add(place)
+                self._logger.warning("%s: no majority@k (said once): %s", place, result.no_majority)
 
     async def _wait(self, awaitable: Awaitable[object], what: str) -> None:
         limit_s = self._timeout_s + CALL_LIMIT_S + LONG_POLL_S

@@ -11,8 +11,10 @@ from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import EvalSetConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
+from asyncrl.master.evaluations import EvalPrompt
 from asyncrl.master.report import generation_idle_share
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.disk import write_file
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
@@ -33,10 +35,12 @@ class MasterFiles:
         """Return the identity of the prompts and the number of epochs. Raises PromptError."""
         return DataIdentity.of(PromptSource(self._config.prompts, None, self._info.seed), self._config.train.num_epochs)
 
-    def num_eval_prompts(self, chosen: EvalSetConfig) -> int:
-        """Return the number of prompts that an evaluation takes from this set. Raises PromptError."""
+    def eval_prompts(self, chosen: EvalSetConfig) -> list[EvalPrompt]:
+        """Return the prompts that an evaluation takes from this set, in the set's order. Raises PromptError."""
         assert chosen.prompts is not None, "checked when the config was loaded"
-        return chosen.num_prompts or len(PromptSource(chosen.prompts, None, self._info.seed))
+        source = PromptSource(chosen.prompts, None, self._info.seed)
+        positions = range(chosen.num_prompts or len(source))
+        return [EvalPrompt(source.number_of(at), source.task_of(at)) for at in (Locator(0, one) for one in positions)]
 
     def state(self) -> MasterState:
         """Read the state in the checkpoint that this attempt continues from."""

@@ -302,7 +302,7 @@ class RunSummary:
         """Return the metrics of an evaluation, and keep them for the summary. prefix: of the modes' names."""
         metrics: dict[str, float] = {}
         for result in results:
-            values = {
+            values: dict[str, float | None] = {
                 "reward": result.reward.mean if result.reward is not None else 0.0,
                 "reward_ci95": result.reward.half_width if result.reward is not None else None,
                 "length": result.mean_length,
@@ -311,9 +311,11 @@ class RunSummary:
                 "version_min": float(result.version_min),
                 "version_max": float(result.version_max),
             }
+            for name, found in result.at_k.items():
+                values |= {name: found.mean, f"{name}_ci95": found.half_width}
             for name, value in values.items():
                 if value is not None:
-                    metrics[str(EvalName(result.eval_set, f"{prefix}{result.mode}", name))] = value
+                    metrics[str(EvalName(result.eval_set, f"{prefix}{result.mode}", name, result.task))] = value
         self.evaluations.append({"step": step, **metrics})
         return metrics
 

@@ -30,6 +30,7 @@ from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.score import answers_of
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample, summary_of
 from asyncrl.runtime.services import Services
 
@@ -145,7 +146,7 @@ class GroupMaker:
         if not evaluates:
             made.samples = self._with_logprobs(made.samples)
         by_id = {group.group_id: group for group in groups}
-        made.metas = [self._meta(by_id[sample.ids[0]], sample, began) for sample in made.samples]
+        made.metas = [self._meta(by_id[sample.ids[0]], sample, began, evaluates) for sample in made.samples]
         return made
 
     def _prompt(self, locator: Locator, source: PromptSource) -> Prompt:
@@ -193,7 +194,7 @@ class GroupMaker:
             response = Response(group.prompt.input_ids, finished=self._finished(output))
             response.add_piece(output, [0.0] * len(output), [(version, len(output))])
             episode.add_response(response)
-            episode.reward = reward
+            episode.add_reward(reward)
             episodes.append(episode)
         sample = complete_sample(
             build_sample(group.group_id, episodes),
@@ -216,14 +217,16 @@ class GroupMaker:
         sampled = np.where(whole.data["loss_mask"], logprobs, np.float32(0.0))
         return whole.update(whole.derive({"packed_logprobs": sampled})).unpack()
 
-    def _meta(self, group: _Group, sample: SequenceSample, birth_time: float) -> TrajectoryMeta:
+    def _meta(self, group: _Group, sample: SequenceSample, birth_time: float, evaluates: bool) -> TrajectoryMeta:
+        assert group.rewards is not None, "it was judged"
+        answers = answers_of(group.rewards.result(0.0)) if evaluates else []
         return TrajectoryMeta(
             ticket_id=group.group_id,
             locator=group.locator,
             attempt=self._info.attempt,
             head=self._engine.replica,
             keys=list(sample.keys),
-            **msgspec.structs.asdict(summary_of(sample)),
+            **msgspec.structs.asdict(msgspec.structs.replace(summary_of(sample), answers=answers)),
             birth_time=birth_time,
             task_id=self._task_ids[group.prompt.task],
         )

@@ -22,6 +22,8 @@ class GroupSummary(Struct, frozen=True, kw_only=True):
     rewards: list[float]
     version_start: list[int]  # packed WeightVersion of the oldest sampled token
     version_end: list[int]  # of the newest one
+    # In evaluations: the answers of the responses, null without one; empty if the rewards give none (rewards/score.py)
+    answers: list[str | None] = []
 
 
 class TrajectoryMeta(GroupSummary, frozen=True, kw_only=True):

@@ -277,6 +277,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
 def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool]:
     """Return the answer, and whether this process can take another call."""
     from asyncrl.rewards.reward_function import as_reward, shown
+    from asyncrl.rewards.score import answers_of
 
     start = time.perf_counter()
     try:
@@ -289,7 +290,8 @@ def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool
         for value, number in zip(values, numbers, strict=True):
             if number is None:
                 return {"no_number": shown(value)}, True
-        return {"values": numbers, "seconds": time.perf_counter() - start}, True
+        seconds = time.perf_counter() - start
+        return {"values": numbers, "answers": answers_of(numbers), "seconds": seconds}, True
     except BaseException as error:
         answer = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
         return answer, isinstance(error, Exception) and not isinstance(error, MemoryError)

@@ -1,4 +1,4 @@
-"""Rewards: a user's function (prompt, completion, answer) -> float, judged for a whole group at once.
+"""Rewards: a user's function (prompt, completion, answer) -> float (or Score), judged for a whole group at once.
 
 The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in judge processes
 (judges.py). With rollout.reward_isolation=thread, or on a system other than Linux, a sync function runs in daemon threads, and an
@@ -25,6 +25,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import Call, Calls, CodeChangedError, JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
+from asyncrl.rewards.score import Score
 from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.services import Services
 
@@ -110,8 +111,11 @@ class Reward:
             self._judges.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Judge the completions of one prompt. Waits for a free judge or thread, then for the user's function: in each try at most
-        timeout_s for each completion, or for all of them together if they are judged in one process or thread."""
+        """Judge the completions of one prompt; Scores if the function returns Scores.
+
+        Waits for a free judge or thread, then for the user's function: in each try at most timeout_s for each completion, or for
+        all of them together if they are judged in one process or thread.
+        """
         calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
         with self._board.showing("reward", on=self.spec):
             try:
@@ -154,7 +158,8 @@ class Reward:
         answer = await judges.ask(calls, self._timeout_s)
         if "values" in answer:
             self._call_s = answer["seconds"] / max(1, len(calls))
-            return list(answer["values"])
+            values, found = answer["values"], answer["answers"]
+            return [Score(*pair) for pair in zip(values, found, strict=True)] if found else list(values)
         if "no_number" in answer:
             raise self._not_a_number(answer["no_number"])
         raise self._rejected(

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.errors import ConfigError
 from asyncrl.config.import_object import import_object
+from asyncrl.rewards.score import Score
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # the largest float32: rewards travel as float32, where larger ones become infinite
@@ -38,7 +39,9 @@ class RewardFunction:
 
 
 def as_reward(value: Any) -> float | None:
-    """The value as a float; None if it is not a finite number within the range of float32, or is a string."""
+    """The value as a float, a Score as it is; None if it is not a finite number within the range of float32, or is a string."""
+    if isinstance(value, Score):
+        return value if abs(value) <= _LARGEST else None
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:  # a user's object may raise any exception

@@ -17,9 +17,11 @@ import numpy.typing as npt
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, TRAJECTORY_KEYS
 from asyncrl.protocol.trajectories import GroupSummary
+from asyncrl.rewards.score import Score, answers_of
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 MAX_LOGPROB = 0.5  # a logprob is at most 0, plus the rounding error of 16-bit numbers
+ANSWERS = "words_answer"  # of Scores: the text of each response's answer, or null
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
 _TICKET_KEYS = frozenset({"task_ids", "birth_time"})
 
@@ -71,13 +73,14 @@ OnPiece = Callable[[Response], bool]
 class Episode:
     """One sequence of a group under construction: the prompt, then responses and the environment's observations in turn."""
 
-    __slots__ = ("input_ids", "prompt_length", "responses", "reward", "token_rewards", "trained_before")
+    __slots__ = ("input_ids", "prompt_length", "responses", "reward", "score", "token_rewards", "trained_before")
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.input_ids = list(prompt_ids)  # all tokens so far; the next response continues them
         self.prompt_length = len(self.input_ids)
         self.responses: list[tuple[int, Response]] = []  # (start in input_ids, response)
         self.reward = 0.0  # of the whole episode
+        self.score: Score | None = None  # the newest one, whose answer is that of the episode
         self.trained_before = 0  # number of first responses that another sequence of the session trains: context here
         self.token_rewards: list[tuple[int, float]] = []  # (position in input_ids, reward), in addition to `reward`
 
@@ -98,10 +101,16 @@ class Episode:
     def add_reward(self, reward: Any) -> None:
         """Add the reward of the last response: a number, for the whole episode, or a sequence with one number for each token of the
         response. The latter needs train.dense_rewards."""
+        self.note_answer(reward)
         if np.ndim(reward) == 0:
             self.reward += float(reward)
         else:
             self.add_turn_reward(reward)
+
+    def note_answer(self, reward: Any) -> None:
+        """Keep the answer of a reward that is a Score."""
+        if isinstance(reward, Score):
+            self.score = reward
 
     def add_turn_reward(self, reward: Any, turn: int = -1) -> None:
         """Add the reward of a response: a number, at its last token, or a sequence with one number for each of its tokens.
@@ -138,8 +147,9 @@ def build_sample(
 ) -> SequenceSample:
     """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
 
-    `dense_rewards` is there only if an episode has rewards of tokens. sessions: the index of each episode's session in the group,
-    which becomes the key `sessions`; None: each episode is a session, and the key is absent.
+    `words_answer` is there only if an episode has a Score, and `dense_rewards` only if one has rewards of tokens. sessions: the
+    index of each episode's session in the group, which becomes the key `sessions`; None: each episode is a session, and the key is
+    absent.
     """
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
@@ -191,7 +201,9 @@ def build_sample(
         data[SESSIONS] = np.array(sessions, np.int64)
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
-    return SequenceSample((sample_id,), seqlens, data)
+    sample = SequenceSample((sample_id,), seqlens, data)
+    answers = answers_of(episode.score for episode in episodes)
+    return sample.update(SequenceSample.from_groups([sample_id], [{ANSWERS: answers}])) if answers else sample
 
 
 def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -217,12 +229,14 @@ def complete_sample(
 ) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
-    words: train.words, which the agent may set.
+    words: train.words, which the agent may set. The answers of Scores (ANSWERS) are left out unless they are among them.
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
     branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
+    if ANSWERS in sample.data and ANSWERS not in words:
+        sample = sample.select_keys([key for key in sample.keys if key != ANSWERS])
     if sample.num_ids != 1:
         raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.data and key not in _TICKET_KEYS]
@@ -292,6 +306,11 @@ def summary_of(sample: SequenceSample) -> GroupSummary:
     )
 
 
+def sample_answers(sample: SequenceSample) -> list[str | None]:
+    """The answers of Scores in an agent's sample of one group, one for each sequence; empty if there are none."""
+    return sample.words(ANSWERS)[0] if ANSWERS in sample.data else []
+
+
 def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSummary:
     """The summary of the sample with one entry for each session: its last sequence, with the mean reward of its sequences.
 
@@ -300,6 +319,7 @@ def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSumma
     if SESSIONS not in sample.data:
         return summary
     _, of_S, count_K = np.unique(sample.data[SESSIONS], return_inverse=True, return_counts=True)
+    answers = summary.answers
     last = [int(np.flatnonzero(of_S == session)[-1]) for session in range(len(count_K))]
     return GroupSummary(
         seqlens=[summary.seqlens[at] for at in last],
@@ -307,4 +327,5 @@ def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSumma
         rewards=(np.bincount(of_S, summary.rewards) / count_K).tolist(),
         version_start=[summary.version_start[at] for at in last],
         version_end=[summary.version_end[at] for at in last],
+        answers=[answers[at] for at in last] if answers else [],
     )

@@ -44,8 +44,8 @@ class Env(ABC):
     async def step(self, action: Any) -> StepResult:
         """Take a Completion. Returns (observation, reward, terminated, truncated, info); the observation is text or None.
 
-        The reward is a number. With train.dense_rewards it may also be a sequence with one number for each of
-        the action's token_ids.
+        The reward is a number, or a Score (rewards/score.py), which has the answer, too. With train.dense_rewards it may also be a
+        sequence with one number for each of the action's token_ids.
         """
 
     def fork(self) -> Env:
@@ -260,6 +260,7 @@ class MultiStepAgent(Agent):
         """Play one member's turn. Returns True if the observation was appended and another turn follows."""
         episode.add_response(response)
         observation, reward, terminated, truncated, _ = await env.step(self.decode(response))
+        episode.note_answer(reward)
         factor = self.turn_discount**turn
         scaled = float(reward) * factor if np.ndim(reward) == 0 else [float(value) * factor for value in reward]
         if self.turn_rewards:

@@ -247,10 +247,12 @@ def _add_rewards(episodes: Mapping[str, Episode], value: Any) -> None:
             )
         for answer, episode in episodes.items():
             episode.reward = _finite(value[answer])
+            episode.note_answer(value[answer])
         return
     if not isinstance(value, (list, tuple)):
         for episode in episodes.values():
             episode.reward = _finite(value)
+            episode.note_answer(value)
         return
     if len(episodes) > 1:
         raise ValueError("chat returned a list of rewards for several trained sequences; return a number, or a mapping")
@@ -260,6 +262,7 @@ def _add_rewards(episodes: Mapping[str, Episode], value: Any) -> None:
             f"chat returned {len(value)} rewards for a trained sequence of {len(episode.responses)} answers; return one for each"
         )
     for turn, reward in enumerate(value):
+        episode.note_answer(reward)
         of_tokens = isinstance(reward, (list, tuple, np.ndarray))
         episode.add_turn_reward([_finite(one) for one in reward] if of_tokens else _finite(reward), turn)
 

@@ -223,11 +223,12 @@ class Rollouts:
             raise RolloutRejected("prompt_too_long", f"prompt {prompt.prompt_id} has {len(prompt.input_ids)} tokens")
         sample = await self._collect(ticket, task, prompt)
         try:
+            answers = self._data.answers(sample) if ticket.kind == "eval" else []
             sample = self._data.complete(
                 sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
             )
             sample = self._data.add_words(sample, prompt)
-            summary = self._data.summary(sample)
+            summary = msgspec.structs.replace(self._data.summary(sample), answers=answers)
             judged = self._data.session_summary(sample, summary)
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error

@@ -13,6 +13,8 @@ from fractions import Fraction
 from final_answer import clean, final_answer, is_unit, number, same  # in this folder, which asyncrl puts on sys.path
 from verifier import check_installed, verify
 
+from asyncrl.rewards.score import Score
+
 check_installed()
 
 # If a text is not a number and does not match this, it consists of words
@@ -31,23 +33,36 @@ _FRACTION = re.compile(
 def correct(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
     """1 for the right answer. answer: a number, a formula, or a solution in GSM8K's format, which ends with `#### 1,080`."""
     found = final_answer(completion) if finished else None
-    return float(found is not None and means_the_same(right_answer(answer), found))
+    return Score(found is not None and means_the_same(right_answer(answer), found), vote(found))
 
 
 def lowest_terms(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
     """1 for the right fraction in lowest terms, or the right integer. `2/4` gives 0, although it equals 1/2."""
     found = final_answer(completion) if finished else None
-    match = _FRACTION.fullmatch(clean(found).rpartition("=")[2].strip()) if found is not None else None
+    return Score(found is not None and _is_lowest(found, answer), clean(found) if found is not None else None)
+
+
+def _is_lowest(found: str, answer: object) -> bool:
+    match = _FRACTION.fullmatch(clean(found).rpartition("=")[2].strip())
     if match is None or not is_unit(match["rest"]):
-        return 0.0
+        return False
     if match["integer"]:
         value = Fraction(int(match["integer"]))
     else:
         over, under = int(match["over"] or match["over2"]), int(match["under"] or match["under2"])
         if under < 2 or math.gcd(over, under) != 1:
-            return 0.0
+            return False
         value = Fraction(over, under)
-    return float(value * (-1 if match["minus"] else 1) == Fraction(str(answer)))
+    return value * (-1 if match["minus"] else 1) == Fraction(str(answer))
+
+
+def vote(found: str | None) -> str | None:
+    """The text by which evaluations count equal answers (majority@k): 42, 42.0 and $42 are the same vote."""
+    if found is None:
+        return None
+    value = number(found)
+    is_whole = value is not None and not value.percent and value.value.denominator == 1
+    return str(value.value) if value is not None and is_whole else clean(found)
 
 
 def right_answer(answer: object) -> str:

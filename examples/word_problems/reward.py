@@ -11,6 +11,8 @@ import time
 
 from answers import final_number  # in this folder, which asyncrl puts on sys.path
 
+from asyncrl.rewards.score import Score
+
 JUDGE_S = float(os.environ.get("JUDGE_S", "0.1"))
 
 
@@ -28,5 +30,6 @@ async def judge_async(prompt: str, completion: str, answer: str, *, finished: bo
 
 def score(completion: str, answer: str, finished: bool) -> float:
     """A completion that was cut off at its limit is never right, because its answer may be incomplete."""
-    found = final_number(completion)
-    return float(finished and found is not None and found == final_number(f"#### {answer}"))
+    found = final_number(completion) if finished else None
+    is_right = found is not None and found == final_number(f"#### {answer}")
+    return Score(is_right, f"{found.normalize():f}" if found is not None else None)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.processes import GroupsConfig, ModelConfig
 from asyncrl.config.schema import (
     EvalConfig,
+    EvalSetConfig,
     GenerationConfig,
     OptimizerConfig,
     PPOConfig,
@@ -239,10 +240,12 @@ def test_a_stage_cannot_generate(ranks, model_path):
 # ---------------------------------------------------------------------------------------------------------- model workers
 
 REWARD = """
+from asyncrl.rewards.score import Score
+
 def reward(prompt, completion, answer, finished):
     if answer == "raise":
         raise RuntimeError("no judgement")
-    return (sum(map(ord, completion)) % 7) / 7 + finished
+    return Score((sum(map(ord, completion)) % 7) / 7 + finished, completion[:1] or None)
 
 async def later(prompt, completion, answer):
     return 7.0
@@ -266,7 +269,11 @@ def groups(tmp_path):
         "b": TaskConfig(reward=f"{tmp_path}/reward.py:later"),
     }
     rollout = RolloutConfig(group_size=3, sampling=replace(SAMPLED, max_new_tokens=5), tasks=tasks)
-    return GroupsConfig(prompts, EvalConfig(prompts=prompts), rollout, GenerationConfig(max_running_requests=4))
+    four = EvalSetConfig(
+        prompts=prompts, modes=["sampled"], num_responses=4, sampling=replace(SAMPLED, max_new_tokens=2)
+    )
+    evaluation = EvalConfig(prompts=prompts, sets={"four": four})
+    return GroupsConfig(prompts, evaluation, rollout, GenerationConfig(max_running_requests=4))
 
 
 @pytest.mark.parametrize("grid", ["d1", "d2"])
@@ -284,11 +291,12 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
             metas = sorted((meta for reply in replies for meta in reply.metas), key=lambda meta: meta.locator)
             rejected = {r.locator.position: r for reply in replies for r in reply.rejected}
             evaluated = await side.make_groups(locators[:3], version=0, eval_mode="greedy")
+            of_set = await side.make_groups(locators[:1], version=0, eval_mode="sampled", eval_set="four")
             result = await side.step([meta.ticket_id for meta in metas], version=0)
             again = await side.make_groups([Locator(0, 6)], version=1)
-            return metas, rejected, evaluated, result, again
+            return metas, rejected, evaluated, of_set, result, again
 
-    metas, rejected, evaluated, result, again = asyncio.run(scenario())
+    metas, rejected, evaluated, of_set, result, again = asyncio.run(scenario())
 
     assert [meta.locator.position for meta in metas] == [0, 2, 4, 5]
     assert {at: (r.reason, r.lengths != []) for at, r in rejected.items()} == {
@@ -307,6 +315,10 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
     assert sorted(meta.locator.position for meta in judged) == [0, 2]  # one response each; the other reward raises
     assert {len(meta.rewards) for meta in judged} == {1}
     assert [r.reason for reply in evaluated for r in reply.rejected] == ["reward_error"]
+    (several,) = [meta for reply in of_set for meta in reply.metas]
+    assert (len(several.rewards), max(several.response_lengths) <= 2, len(several.answers)) == (4, True, 4)
+    assert any(several.answers)
+    assert all(meta.answers == [] for meta in metas)  # only evaluations send answers
     assert [m.version_start for reply in again for m in reply.metas] == [[WeightVersion(1, 1).pack()] * 3]
 
     assert result.stats["actor/grad_norm"] > 0

@@ -96,6 +96,11 @@ def summary_of(sample: SimSample) -> GroupSummary:
     )
 
 
+def answers_of(sample: SimSample) -> list[str | None]:
+    """Like rewards.trajectory.sample_answers."""
+    return []
+
+
 def complete_sample(sample: SimSample, *, ticket_id: str, task_id: int, birth_time: float) -> SimSample:
     return replace(sample, ids=(ticket_id,))
 

@@ -160,6 +160,7 @@ class SimRolloutData(RolloutData):
     sample_type = processes.SimSample
     complete = staticmethod(processes.complete_sample)  # type: ignore[assignment]
     summary = staticmethod(processes.summary_of)  # type: ignore[assignment]
+    answers = staticmethod(processes.answers_of)  # type: ignore[assignment]
     encode = staticmethod(processes.encode_sample)  # type: ignore[assignment]
 
     def __init__(self, config: RolloutWorkerConfig) -> None:

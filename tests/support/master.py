@@ -26,7 +26,7 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import DeviceTurns, Turns
-from asyncrl.master.evaluations import Evaluations, ServerEvaluator
+from asyncrl.master.evaluations import EvalPrompt, Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
@@ -220,9 +220,12 @@ class MasterParts:
         client: Any = SimpleNamespace()
         self.workers = ModelWorkers(config, client, caller, self.buffer, StorageTracker(), logger=logger)
         self.reports = ManagerReports(self.books, self.buffer, manager)
-        num_prompts = {name: chosen.num_prompts for name, chosen in evaluation_sets(config.eval).items()}
+        prompts = {
+            name: [EvalPrompt(at + 1, "default") for at in range(chosen.num_prompts)]
+            for name, chosen in evaluation_sets(config.eval).items()
+        }
         evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
-        self.evaluations = Evaluations(config.eval, num_prompts, self.books, evaluator, services)
+        self.evaluations = Evaluations(config.eval, prompts, self.books, evaluator, services)
         turns = Turns()
         if shares_devices:
             attempt, board = config.worker.attempt, services.board

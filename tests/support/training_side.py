@@ -115,7 +115,11 @@ class TrainingSide:
         return await self.pusher.push(meta, sample, head=meta.head, timeout_s=self._limit_s)
 
     async def make_groups(
-        self, locators: Sequence[Locator], version: int, eval_mode: Literal["", "greedy", "sampled"] = ""
+        self,
+        locators: Sequence[Locator],
+        version: int,
+        eval_mode: Literal["", "greedy", "sampled"] = "",
+        eval_set: str = "",
     ) -> list[CallResult]:
         """Make groups of these prompts (ids: `e<epoch>-p<position>`) on the data ranks, as the master does with mode=sync."""
         assert self.generation is not None, "there is no MFC of kind generate"
@@ -123,7 +127,15 @@ class TrainingSide:
         ids = [f"e{at.epoch}-p{at.position}" for at in locators]
         parts = [ids[rank :: makers.grid.num_replicas] for rank in range(makers.grid.num_replicas)]
         mfc = self.generation.name
-        body = ExecuteMFC(mfc=mfc, version=version, ids=ids, parts=parts, locators=list(locators), eval_mode=eval_mode)
+        body = ExecuteMFC(
+            mfc=mfc,
+            version=version,
+            ids=ids,
+            parts=parts,
+            locators=list(locators),
+            eval_mode=eval_mode,
+            eval_set=eval_set,
+        )
         replies = await self.caller.call(f"MFC {mfc}", makers.workers, body)
         for meta in (meta for reply in replies if not eval_mode for meta in reply.metas):
             assert self.buffer.put(meta).verdict == "stored"

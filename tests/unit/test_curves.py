@@ -278,6 +278,28 @@ def test_the_evaluations_of_a_step_are_shown_together(tmp_path):
     )
 
 
+def test_sets_and_their_estimates_at_the_largest_k_have_curves(tmp_path):
+    records = [
+        step(1),
+        {
+            "step": 1,
+            "attempt": 1,
+            "eval/aime/sampled_reward": 0.1,
+            "eval/aime/sampled_reward.algebra": 0.9,
+            "eval/aime/sampled_pass@2": 0.2,
+            "eval/aime/sampled_pass@16": 0.4,
+            "eval/aime/sampled_pass@16_ci95": 0.1,
+            "eval/aime/sampled_majority@16": 0.3,
+        },
+    ]
+    shown = picture(read_runs([write_run(tmp_path / "t0", records)]))
+    assert curves_of(shown, "reward")["t0", "aime, sampled"] == [(1.0, 0.1)]
+    assert curves_of(shown, "at_k") == {
+        ("t0", "aime, sampled, pass@16"): [(1.0, 0.4)],
+        ("t0", "aime, sampled, majority@16"): [(1.0, 0.3)],
+    }
+
+
 def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
     assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 14

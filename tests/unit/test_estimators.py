@@ -69,6 +69,21 @@ def test_the_interval_is_computed_by_hand() -> None:
     assert estimate([1.0, 1.0]).half_width == 0.0
 
 
+def test_the_interval_is_the_clustered_one_of_the_paper_by_hand() -> None:
+    """Prompts with rewards 1, 0 and 1, 1: the mean is 0.75, the deviations are 0.25, -0.75 and 0.25, 0.25. Their squares add up to
+    0.75, and the products of the ordered pairs of each prompt to -0.375 and 0.125: (0.75 - 0.25) / 4^2 = 0.03125."""
+    rewards = [[1.0, 0.0], [1.0, 1.0]]
+    mean = 0.75
+    squares = sum((reward - mean) ** 2 for group in rewards for reward in group)
+    pairs = sum((one - mean) * (two - mean) for group in rewards for one, two in itertools.permutations(group, 2))
+    assert (squares, pairs) == (0.75, -0.25)
+    clustered = math.sqrt((squares + pairs) / 4**2)
+    assert clustered == pytest.approx(math.sqrt(0.03125))
+    found = estimate([0.5, 1.0])
+    assert found.half_width == pytest.approx(1.959964 * clustered * math.sqrt(2 / 1))
+    assert found.half_width == pytest.approx(1.959964 * 0.25)
+
+
 def test_the_interval_is_that_of_clusters_and_not_of_responses() -> None:
     rewards = [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     every = [reward for group in rewards for reward in group]

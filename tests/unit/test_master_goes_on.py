@@ -17,7 +17,7 @@ from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.evaluation import EvaluationResult
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.master.evaluations import Evaluations
+from asyncrl.master.evaluations import EvalPrompt, Evaluations
 from asyncrl.master.report import Ages, StepTimes, step_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
@@ -199,7 +199,7 @@ async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation(
 
     services, books = make_services(), SimpleNamespace(step=1, attempt=1)
     config = EvalConfig(prompts=PromptSourceConfig(path="p.jsonl"))
-    evaluations = Evaluations(config, {"": 1}, books, Endless(), services)
+    evaluations = Evaluations(config, {"": [EvalPrompt(1, "default")]}, books, Endless(), services)
     evaluations.begin([""])
     leaving = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, leaving.set)

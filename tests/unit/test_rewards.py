@@ -23,6 +23,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import CodeChangedError, Judges, RestartPace
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.score import answers_of
 from tests.support.services import make_services
 
 LIMIT_S = 60.0
@@ -96,6 +97,11 @@ def none(prompt, completion, answer): return None
 def text(prompt, completion, answer): return "1.0"
 def yes(prompt, completion, answer): return True
 number = 3
+
+from asyncrl.rewards.score import Score
+
+def scored(prompt, completion, answer): return Score(0.5, completion[:1] or None)
+def sometimes_scored(prompt, completion, answer): return Score(1, "7") if completion else 0.0
 """
 
 
@@ -149,6 +155,16 @@ async def test_a_function_of_a_file_may_import_modules_beside_it(make: Callable[
 async def test_optional_arguments_go_only_to_functions_that_take_them(make: Callable[..., Reward]) -> None:
     assert await make("asks").score(PROMPT, [RIGHT, CUT]) == [3.0, 0.0]
     assert await make("takes_all").score(PROMPT, [RIGHT]) == [1.0]
+
+
+async def test_the_answers_of_scores_come_with_the_rewards(make: Callable[..., Reward]) -> None:
+    empty = replace(RIGHT, text="")
+    assert answers_of(await make("exact").score(PROMPT, [RIGHT])) == []
+    scored = make("scored")
+    for _ in range(2):  # the first call judges each response alone, the second all together
+        found = await scored.score(PROMPT, [RIGHT, empty])
+        assert (found, answers_of(found)) == ([0.5, 0.5], [RIGHT.text[:1], None])
+    assert answers_of(await make("sometimes_scored").score(PROMPT, [empty, RIGHT])) == [None, "7"]
 
 
 async def test_async_functions_and_callable_objects(make: Callable[..., Reward]) -> None:
