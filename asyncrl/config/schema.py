@@ -493,6 +493,8 @@ class EvalConfig(EvalSetConfig):
     """Evaluation of weight versions: responses to prompts of its own are generated and judged, but never trained."""
 
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)  # further sets, by name
+    # Keep the results by prompt of the newest N evaluations, in evaluations/ of the run's folder. 0: of none
+    keep: int = limited(100, at_least=0)
     timeout_s: float = 600.0  # limit of one evaluation, which has all sets that are due
 
 

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from asyncrl.config.schema import EvalConfig, eval_place, evaluation_sets
+from asyncrl.data.evaluation_files import PromptResult
 from asyncrl.dataflow.evaluation import EvaluationResult, summarize
 from asyncrl.master.books import Books
 from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
 from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt, EvaluateReply, EvaluateRequest
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.services import Services
 
@@ -81,12 +85,14 @@ class Evaluations:
         books: Books,
         evaluator: Evaluator,
         services: Services,
+        *,
+        write: Callable[[str, Sequence[PromptResult]], None],
     ) -> None:
-        """prompts: by evaluation set, those of each evaluation."""
+        """prompts: by evaluation set, those of each evaluation. write: MasterFiles.write_results."""
         self.sets = evaluation_sets(config)
         self._prompts, self._timeout_s = prompts, config.timeout_s
         self._told: set[str] = set()  # why a set has no majority@k; said once
-        self._books, self._evaluator = books, evaluator
+        self._books, self._evaluator, self._write = books, evaluator, write
         self._tasks, self._board, self._logger = services.tasks, services.board, services.logger
         self._begun: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
@@ -124,8 +130,9 @@ class Evaluations:
         if not parts:
             return
         step, before = self._books.step, self._begun[-1] if self._begun else None
-        results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step, parts)
-        task = self._tasks.spawn(self._evaluate(parts, results, step, before, prefix), "evaluate")
+        eval_id = f"a{self._books.attempt}-{name or f's{step}'}"
+        results = self._evaluator.begin(eval_id, step, parts)
+        task = self._tasks.spawn(self._evaluate(eval_id, parts, results, step, before, prefix), "evaluate")
         self._begun.append(task)
         self._count()
         task.add_done_callback(lambda _: self._count())
@@ -141,11 +148,19 @@ class Evaluations:
             await asyncio.wait(self._begun)
 
     async def _evaluate(
-        self, parts: Sequence[EvalPart], results: Results, step: int, before: asyncio.Task[None] | None, prefix: str
+        self,
+        eval_id: str,
+        parts: Sequence[EvalPart],
+        results: Results,
+        step: int,
+        before: asyncio.Task[None] | None,
+        prefix: str,
     ) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
             judged = await asyncio.to_thread(self._summarize, parts, found)  # votes may take seconds
+            by_prompt = [self._of_prompt(parts[result.part], result, prefix) for result in found]
+            await asyncio.to_thread(self._write, eval_id, by_prompt)
             self._tell(judged)
             if before is not None:  # the previous evaluation ends within its own time limit
                 await self._wait(asyncio.wait({before}), "the previous evaluation")
@@ -165,6 +180,29 @@ class Evaluations:
                 self.sets[part.eval_set].correct_reward,
             )
         ]
+
+    def _of_prompt(self, part: EvalPart, result: EvaluatedPrompt, prefix: str) -> PromptResult:
+        group, prompt = result.group, self._prompts[part.eval_set][result.position]
+        about = PromptResult(
+            eval_set=part.eval_set,
+            mode=f"{prefix}{part.mode}",
+            position=result.position,
+            line=prompt.line,
+            task=prompt.task,
+            reason=result.reason,
+        )
+        if group is None:
+            return about
+        return msgspec.structs.replace(
+            about,
+            rewards=group.rewards,
+            response_lengths=group.response_lengths,
+            answers=group.answers,
+            versions=[
+                (WeightVersion.unpack(first).version, WeightVersion.unpack(last).version)
+                for first, last in zip(group.version_start, group.version_end, strict=True)
+            ],
+        )
 
     def _tell(self, judged: Sequence[EvaluationResult]) -> None:
         for result in judged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import EvalSetConfig
 from asyncrl.data.bad_batches import weights_needed
+from asyncrl.data.evaluation_files import PromptResult, write_results
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.evaluations import EvalPrompt
 from asyncrl.master.report import generation_idle_share
@@ -41,6 +42,10 @@ class MasterFiles:
         source = PromptSource(chosen.prompts, None, self._info.seed)
         positions = range(chosen.num_prompts or len(source))
         return [EvalPrompt(source.number_of(at), source.task_of(at)) for at in (Locator(0, one) for one in positions)]
+
+    def write_results(self, name: str, results: Sequence[PromptResult]) -> None:
+        """Write the results of an evaluation by prompt. name: the evaluation's id."""
+        write_results(self._run_dir, name, results, self._config.eval.keep)
 
     def state(self) -> MasterState:
         """Read the state in the checkpoint that this attempt continues from."""

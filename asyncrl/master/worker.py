@@ -188,10 +188,11 @@ class MasterWorker(Worker):
         """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
         manager: the model workers generate and evaluate."""
         config, services = self.config, self.services
+        write = self._files.write_results
         prompts = {name: self._files.eval_prompts(chosen) for name, chosen in evaluation_sets(config.eval).items()}
         if mode_of(config.mode).workers_generate:
             generation = Generation(config, books, buffer, workers, leaving=leaving, board=self.board)
-            evaluations = Evaluations(config.eval, prompts, books, generation, services)
+            evaluations = Evaluations(config.eval, prompts, books, generation, services, write=write)
             return generation, Publisher(workers), evaluations, Turns()
         key = self.names.gserver_manager()
         connecting = ServiceClient.connect(directory, services, key=key, service="gserver manager")
@@ -199,7 +200,7 @@ class MasterWorker(Worker):
         reports = ManagerReports(books, buffer, manager)
         self.tasks.spawn(reports.follow(), "report to new managers")
         evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
-        evaluations = Evaluations(config.eval, prompts, books, evaluator, services)
+        evaluations = Evaluations(config.eval, prompts, books, evaluator, services, write=write)
         turns = Turns()
         if config.shared_workers:
             turns = DeviceTurns(

@@ -225,7 +225,9 @@ class MasterParts:
             for name, chosen in evaluation_sets(config.eval).items()
         }
         evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
-        self.evaluations = Evaluations(config.eval, prompts, self.books, evaluator, services)
+        self.evaluations = Evaluations(
+            config.eval, prompts, self.books, evaluator, services, write=self.files.write_results
+        )
         turns = Turns()
         if shares_devices:
             attempt, board = config.worker.attempt, services.board

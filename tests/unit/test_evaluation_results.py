@@ -153,7 +153,8 @@ def test_a_missing_majority_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 
     async def evaluate_twice() -> None:
         config = EvalConfig(prompts=PromptSourceConfig(path="p.jsonl"), modes=["sampled"], num_responses=2)
-        evaluations = Evaluations(config, {"": [EvalPrompt(1, "default")]}, books, Evaluator(), make_services())
+        prompts = {"": [EvalPrompt(1, "default")]}
+        evaluations = Evaluations(config, prompts, books, Evaluator(), make_services(), write=lambda *_: None)
         for _ in range(2):
             evaluations.begin([""])
             await asyncio.wait_for(evaluations.all_over(), 10.0)

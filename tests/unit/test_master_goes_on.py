@@ -199,7 +199,9 @@ async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation(
 
     services, books = make_services(), SimpleNamespace(step=1, attempt=1)
     config = EvalConfig(prompts=PromptSourceConfig(path="p.jsonl"))
-    evaluations = Evaluations(config, {"": [EvalPrompt(1, "default")]}, books, Endless(), services)
+    evaluations = Evaluations(
+        config, {"": [EvalPrompt(1, "default")]}, books, Endless(), services, write=lambda *_: None
+    )
     evaluations.begin([""])
     leaving = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, leaving.set)

@@ -19,6 +19,7 @@ from msgspec import Struct
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 from yaml import YAMLError
 
@@ -27,6 +28,7 @@ from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.evaluation_files import list_results, read_results
 from asyncrl.data.sequence import KEY_SPECS, Array, SequenceSample
 from asyncrl.data.trajectories import (
     FOLDER,
@@ -353,7 +355,8 @@ _TOKENS = 100  # tokens shown without --limit
 _TEXT_CHARACTERS = 2000
 
 _DESCRIPTION = """Show a recorded trajectory: prompt and responses, then a table with text, id, weight version, logprobs, loss
-mask, reward and advantage of each token. For a run, first list its recorded trajectories, newest first.
+mask, reward and advantage of each token. For a run, first list its recorded trajectories, newest first. With
+--evaluation: the results of an evaluation by prompt.
 
 A run records trajectories with record.trajectories=true; mode=rollout_only always records. Advantages that were not
 recorded are computed from the run's config, as the trainer would."""
@@ -362,6 +365,7 @@ _EPILOG = """examples:
   asyncrl-launch inspect runs/mine/t0                          list the trajectories, and show the newest
   asyncrl-launch inspect runs/mine/t0 --index 3 --sequence 1   the fourth of the list, its second response
   asyncrl-launch inspect runs/mine/t0 --ticket a1-e0-p17       the group of a prompt (part of the ticket's id is enough)
+  asyncrl-launch inspect runs/mine/t0 --evaluation --limit 500 the rewards and answers of the newest evaluation, by prompt
   asyncrl-launch inspect FILE.safetensors --limit 1000         one file, up to 1000 tokens
   asyncrl-launch inspect FILE.safetensors --json | jq '.trajectory.tokens[] | select(.advantage < 0) | .text'
 
@@ -381,6 +385,13 @@ def add_to(commands: Commands) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ticket", metavar="T", help="show the newest trajectory whose ticket id contains T")
     which.add_argument("--index", metavar="N", type=int, help="show number N of the list; 0 is the newest")
+    which.add_argument(
+        "--evaluation",
+        metavar="ID",
+        nargs="?",
+        const="",
+        help="show the results by prompt of this evaluation, such as a1-s20 (without ID: the newest one)",
+    )
     parser.add_argument(
         "--sequence", metavar="K", type=int, default=0, help="number of the response in the group (default 0)"
     )
@@ -397,6 +408,8 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
     """Show a recorded trajectory: text, tokens, versions, logprobs, rewards and advantages side by side."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: must be at least 1")
+    if arguments.evaluation is not None:
+        return _show_evaluation(run_dir_of(arguments.target, arguments.overrides), arguments, console)
     listed: list[tuple[Path, TrajectoryHeader]] = []
     try:
         if arguments.target.endswith(SUFFIX):
@@ -423,6 +436,43 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         _print_list(listed, total, console)
     print_view(view, console, limit=arguments.limit or _TOKENS, with_prompt=arguments.prompt)
     return 0
+
+
+def _show_evaluation(run_dir: Path, arguments: argparse.Namespace, console: Console) -> int:
+    files = list_results(run_dir)
+    names = [file.stem for file in files]
+    wanted = arguments.evaluation or (names[-1] if names else "")
+    if wanted not in names:
+        there = f"it has {', '.join(names[-8:])}" if names else "it has none (eval.keep, eval.prompts and eval.sets)"
+        raise LaunchError(f"{run_dir} has no results of evaluation {wanted!r}; {there}")
+    try:
+        results = read_results(files[names.index(wanted)])
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    shown = results[: arguments.limit or (len(results) if arguments.json else _LISTED)]
+    if arguments.json:
+        print_json({"evaluation": wanted, "total": len(results), "results": shown})
+        return 0
+    columns: list[Column | str] = ["set", "mode", "line", "task", "reward", "tokens", Column("answers", "text")]
+    rows = [
+        (
+            escape(result.eval_set),
+            result.mode,
+            str(result.line),
+            escape(result.task),
+            f"{_mean(result.rewards):.3f}" if result.rewards else "-",
+            f"{_mean(result.response_lengths):.0f}" if result.rewards else "-",
+            escape(result.reason or ", ".join("none" if answer is None else answer for answer in result.answers)),
+        )
+        for result in shown
+    ]
+    console.print(FittedTable(f"Evaluation {wanted}", columns, rows))
+    say(console, f"{len(shown)} of {len(results)} prompts; all: {files[names.index(wanted)]}")
+    return 0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _recorded(folder: Path) -> list[Path]:
