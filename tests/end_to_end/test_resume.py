@@ -29,6 +29,7 @@ from asyncrl.testing.runs import (
     make_tiny_run,
     processes_of,
 )
+from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints
 from asyncrl.weights.lineage import audit
 
@@ -77,7 +78,10 @@ def written(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_run(tmp_path_factory.mktemp("resume"), num_prompts=STEPS * BATCH)
+    folder = tmp_path_factory.mktemp("resume")
+    run = make_tiny_run(folder, num_prompts=STEPS * BATCH)
+    make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, num_layers=2)  # for two stages
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,27 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
     assert f"going on from step {runs.whole_one} of attempt 1" in runs.said_elsewhere
     found = final_weights(runs.elsewhere)
     for name, tensor in final_weights(runs.whole).items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ["m2", "m2p2", "d2m2", "d2m2r2"])
+def test_tensor_ranks_that_are_killed_end_with_the_weights_of_one_rank(runs: Runs, layout: str) -> None:
+    """Each process of the run is killed within a step. Tensor ranks split the rows of tokens; `r` makes copies of the weights."""
+    overrides = [f"allocation=transformers.d1+{layout}", f"trial={layout}"]
+    with runs.gate.shut(STEPS - 1), launch(runs.config, *EXACT, *overrides) as run:
+        killed = run.run_dir
+        run.wait_until(lambda: len(list_checkpoints(killed)) >= 2, "the second checkpoint", LIMIT_S)
+        kill_everything(run)
+    assert not (killed / "summary.json").exists(), "the run was over before it was killed"
+    with resumed(killed) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert "going on from step" in run.output()
+    found, expected = final_weights(killed), final_weights(runs.whole)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(
             found[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
         )
