@@ -24,6 +24,7 @@ from rich.text import Text
 from asyncrl.algorithms.metrics import EvalName, at_most_k
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import is_evaluation, number, read_runs, read_summary
+from asyncrl.cli.evaluation_table import evaluation_table
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir
@@ -494,7 +495,13 @@ _STEP_PARTS = (
 def print_summary(run_dir: Path, console: Console) -> None:
     """Print the summary of a complete run."""
     summary = read_summary(run_dir)
-    recorded = not mode_of(str(summary.get("mode"))).trains
+    mode = mode_of(str(summary.get("mode")))
+    if not mode.forms_batches:
+        for evaluation in summary["evaluations"]:
+            console.print(evaluation_table("Evaluation of the weights", evaluation))
+        console.print(f"Everything of this run is in {run_dir}", markup=False, highlight=False, soft_wrap=True)
+        return
+    recorded = not mode.trains
     advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
     rows = recording_rows(summary) if recorded else _summary_rows(summary, advice)
     cells = [(label, escape(text)) for label, text in rows]

@@ -13,6 +13,7 @@ class ModeTraits:
     """The defaults are the traits of mode=async."""
 
     trains: bool = True
+    forms_batches: bool = True  # the master forms batches; otherwise it only evaluates the initial weights
     has_servers: bool = True  # generation servers, a gserver manager and rollout workers make the trajectories
     workers_generate: bool = False  # an MFC on the model workers makes the trajectories
     replays: bool = False  # the trajectories come from recordings
@@ -25,10 +26,12 @@ class ModeTraits:
         return self.trains and self.has_servers
 
 
+EVAL_ONLY = "eval_only"  # of asyncrl-launch eval
 MODES = {
     "async": ModeTraits(),
     "sync": ModeTraits(has_servers=False, workers_generate=True, has_detached_groups=False),
     "rollout_only": ModeTraits(trains=False, has_detached_groups=False, is_recoverable=False),
+    EVAL_ONLY: ModeTraits(trains=False, forms_batches=False, has_detached_groups=False, is_recoverable=False),
     "train_only": ModeTraits(has_servers=False, replays=True, has_detached_groups=False, is_recoverable=False),
 }
 

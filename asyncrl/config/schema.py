@@ -776,7 +776,8 @@ class ExperimentConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     # async: generation and training run at the same time | sync: no servers and no rollout workers; the model workers generate each
     # batch, then train on it | rollout_only: no trainer; servers keep the initial weights, and trajectories are written to disk; of
-    # `train` only batch_size, num_epochs and max_steps apply | train_only: no generation; trains on recorded trajectories
+    # `train` only batch_size, num_epochs and max_steps apply | eval_only: no trainer; the initial weights are evaluated once |
+    # train_only: no generation; trains on recorded trajectories
     mode: str = choice("async", *MODES)
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

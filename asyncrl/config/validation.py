@@ -449,6 +449,12 @@ def _bad_prompts(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _bad_evaluations(config: ExperimentConfig) -> Iterator[Problem]:
+    if not (mode_of(config.mode).forms_batches or evaluation_sets(config.eval)):
+        yield (
+            "eval.prompts.path",
+            "",
+            f"is required with mode={config.mode}, or a set in eval.sets: nothing else is done",
+        )
     for name, chosen in evaluation_sets(config.eval).items():
         place = eval_place(name)
         if name and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):

@@ -41,6 +41,11 @@ def phases(config: ExperimentConfig) -> tuple[ExperimentConfig, ...]:
     return tuple(_with(config, text, allocation) for text, allocation in zip(texts, allocations, strict=True))
 
 
+def first_allocation(text: str) -> str:
+    """The allocation of the first phase."""
+    return _THEN.split(text)[0]
+
+
 def phase_after(config: ExperimentConfig, step: int) -> ExperimentConfig:
     """Return the config of the phase that the step after `step` belongs to."""
     *before, last = phases(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,19 @@ class Draft:
         return self.config
 
 
-def draft_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+def draft_experiment(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    change: Callable[[ExperimentConfig], ExperimentConfig] = lambda config: config,
+) -> Draft:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and find the fields that cannot work.
+
+    change: makes the config that is checked from the one that was read.
 
     Raises ConfigError if the file or an override cannot be read at all.
     """
     config, wrong = read_experiment(path, overrides)
+    config = change(config)
     unread = [field for field, _ in wrong]
     # A field that could not be read has its default, and the user did not write that
     return Draft(config, wrong + [one for one in wrong_fields(config) if not overlap([one.field], unread)])

@@ -213,7 +213,9 @@ class _Run:
         train, evaluation = self.train, config.eval
         if not trains:  # the weights do not change: nothing is saved, and they are evaluated at most once
             train = replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
-            evaluation = with_each_set(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
+            only = not self.mode.forms_batches
+            evaluation = with_each_set(evaluation, at_end=only, every_steps=0, every_epochs=0, every_s=0.0)
+            evaluation = with_each_set(evaluation, at_start=False) if only else evaluation
         return MasterWorkerConfig(
             worker=self._info("master", 0, 1),
             num_model_workers=self.allocation.num_model_workers if trains else 1,

@@ -209,7 +209,9 @@ class Evaluations:
             place = f"{eval_place(result.eval_set)}{f', task {result.task}' if result.task else ''}"
             if result.no_majority and place not in self._told:
                 self._told.add(place)
-                self._logger.warning("%s: no majority@k (said once): %s", place, result.no_majority)
+                text = f"{place}: no majority@k (said once): {result.no_majority}"
+                self._logger.warning("%s", text)
+                self._board.notes = [*self._board.notes, text]  # `status` and the launcher show it
 
     async def _wait(self, awaitable: Awaitable[object], what: str) -> None:
         limit_s = self._timeout_s + CALL_LIMIT_S + LONG_POLL_S

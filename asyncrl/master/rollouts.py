@@ -42,6 +42,7 @@ class ManagerReports:
         self._consumed: list[str] = []  # not yet acknowledged by the manager
         self._num_rejections_seen = 0
         self._full_report_due = True
+        self._stop = False  # also for managers that begin later
         self._reporting = asyncio.Lock()
 
     async def follow(self) -> None:
@@ -61,8 +62,9 @@ class ManagerReports:
         stop: bool = False,
     ) -> LedgerView:
         """Report, and return the ledger. A manager that does not know this master gets a full report. consumed: tickets that a step
-        has trained. stop: no further tickets are needed."""
+        has trained. stop: no further tickets are needed, now and later."""
         self._consumed.extend(consumed)
+        self._stop = self._stop or stop
         async with self._reporting:  # concurrent reports would send or remove the same consumed tickets twice
             progress = self._books.progress
             while True:  # at most two turns, unless managers keep restarting; each turn is bounded
@@ -83,7 +85,7 @@ class ManagerReports:
                         num_epochs=progress.num_epochs,
                         after_revision=after_revision,
                         wait_s=wait_s,
-                        stop=stop,
+                        stop=self._stop,
                         turn=self.turn,
                     ),
                     LedgerView,

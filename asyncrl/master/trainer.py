@@ -22,6 +22,7 @@ from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step
 from asyncrl.master.rollouts import BatchSource, unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.step_result import StepResult
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.services import Services
@@ -77,6 +78,8 @@ class Trainer:
             self._workers.executor.states = state.mfcs
             await self._workers.load_checkpoint(Path(config.resume), state.shared, state.step)
         books.begin()
+        if not mode_of(config.mode).forms_batches:
+            await self._source.end()  # before the manager grants a train ticket
         await self._publisher.publish()
         await self._turns.generation()
         if config.train.arriving_inference:
@@ -91,6 +94,8 @@ class Trainer:
     async def train(self) -> bool:
         """Run all steps. Returns False if this attempt ends before the last step: the launcher stopped the run, or the next phase
         of its allocation begins. The last trained step then has a checkpoint, if checkpoints are enabled."""
+        if not mode_of(self._config.mode).forms_batches:
+            return True
         finished = self._books.parent is not None and self._books.is_over()
         while not finished:
             if not self._leaves():
@@ -196,6 +201,8 @@ class Trainer:
             except WaitTimeoutError as error:
                 self._services.logger.warning("skipped the last evaluation: %s", error)
         await self._evaluations.all_over()
+        if not (mode_of(self._config.mode).forms_batches or self._books.summary.evaluations):
+            raise RunEndedError(f"no evaluation ended within eval.timeout_s={self._config.eval.timeout_s:g}; raise it")
         await self._evaluate_average(last)
 
     async def _evaluate_average(self, sets: Sequence[str]) -> None:

@@ -254,7 +254,7 @@ def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console
     run_dir = run_directory(config)
     steps = total_steps(config, num_prompts)
     say(console, f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest")
-    code = _launch(config, num_prompts, RunView(run_dir, steps, console))
+    code = launched(config, num_prompts, RunView(run_dir, steps, console))
     if code == 0:
         print_summary(run_dir, console)
         say(console, _next_steps(run_dir))
@@ -269,7 +269,7 @@ def _run_for_machines(config: ExperimentConfig, num_prompts: int) -> int:
     processes = process_objects(_plan(phases(config)[0], num_prompts))
     view.emit("start", run_dir=str(run_dir), processes=processes, sizes=sizes(config, num_prompts))
     try:
-        code = _launch(config, num_prompts, view)
+        code = launched(config, num_prompts, view)
     except LaunchError as error:
         view.emit("end", exit_code=FAILED, **error_object("failed", redact_urls(str(error))))
         return FAILED
@@ -291,7 +291,8 @@ class _ClosableView(View, Protocol):
     def close(self) -> None: ...
 
 
-def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> int:
+def launched(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> int:
+    """Run a checked config to its end, and return the exit code. No process of the run is left. Raises LaunchError."""
     handler = _NoticeHandler(view)
     logging.getLogger("asyncrl").addHandler(handler)
     try:

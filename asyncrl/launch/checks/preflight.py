@@ -389,6 +389,10 @@ def _forms_nccl_groups(case: Case) -> bool:
     return by_nccl and transport_of(weights.transport).forms_groups
 
 
+def _forms_batches(config: ExperimentConfig) -> bool:
+    return _generates(config) and mode_of(config.mode).forms_batches
+
+
 def _generates(config: ExperimentConfig) -> bool:
     return not mode_of(config.mode).replays
 
@@ -435,7 +439,7 @@ CHECKS = (
         when=lambda config: mode_of(config.mode).replays,
     ),
     Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_generates),
-    Check("batch size", _check_batch_size, reads=("train.batch_size",), needs=(PROMPTS,), when=_generates),
+    Check("batch size", _check_batch_size, reads=("train.batch_size", "mode"), needs=(PROMPTS,), when=_forms_batches),
     Check("attention", _check_attention, reads=("allocation", "generation"), needs=(MODEL,), when=_generates),
     Check(
         "lengths of prompts",
