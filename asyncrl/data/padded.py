@@ -8,6 +8,8 @@ for prompts, padded on the left, and R columns for responses, padded on the righ
     input_ids        [S, T]  int64, T = P + R; here the key packed_input_ids
     attention_mask   [S, T]  int64: 1 at a token, 0 at padding
     uid              [S]     object: the id of the row's group, a str
+    words_NAME       [S]     object: a string or object of the row, which JSON can hold (only from_padded reads it)
+    prompt_words_NAME [S]    object: the same of the row's group, in each of its rows (only from_padded reads it)
     any other key    [S, T]  its dtype
 
 Source of the layout: the result of generate_sequences in verl's verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py.
@@ -22,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.data.sequence import Array, SequenceSample
+from asyncrl.data.sequence import Array, SequenceSample, encode_words, is_words
 
 _TOKENS, _PROMPT_MASK = "packed_input_ids", "prompt_mask"
 _NEEDED = ("input_ids", "attention_mask", "uid")
@@ -81,10 +83,12 @@ def from_padded(padded: Mapping[str, Array]) -> SequenceSample:
     input_ids, attention_mask and uid are needed. Rows with the same uid are the sequences of one id; they need not be neighbours.
     Ids are in the order of their first rows. There is a token wherever attention_mask is 1. Padding is dropped, whatever its value.
     responses tells where prompts end: the sample gets the key prompt_mask, unless it is given. prompts is not read.
-    Any other array [S, T] becomes a key with one value per token, an array [S] a key with one value per sequence.
+    Arrays named words_NAME and prompt_words_NAME become words. Any other array [S, T] becomes a key with one value per token, an
+    array [S] a key with one value per sequence.
 
     Raises ValueError for a missing array, one that is no numpy array, another shape, a mask that is not 0 or 1, a uid that is no
-    str, responses that are not the last columns of input_ids, and a known key with another dtype than in KEY_SPECS.
+    str, responses that are not the last columns of input_ids, a known key with another dtype than in KEY_SPECS, an array of objects
+    under another name, words that JSON cannot hold, and prompt_words_NAME that differ within a group.
     """
     missing = [key for key in _NEEDED if key not in padded]
     if missing:
@@ -111,9 +115,12 @@ def from_padded(padded: Mapping[str, Array]) -> SequenceSample:
     token_lengths = [[next(lengths) for _ in range(n)] for n in counts.values()]
     sequence_lengths = [[1] * n for n in counts.values()]
 
-    seqlens, data = {}, {}
+    seqlens, data, words = {}, {}, dict[str, list[Any]]()
     for key, array in {**_prompt_mask(padded), **padded}.items():
         if key in ("attention_mask", "uid", "prompts", "responses"):
+            continue
+        if is_words(key) or array.dtype.kind in "OUS":
+            words[key] = _words_by_group(key, array, order_S, counts)
             continue
         name = _TOKENS if key == "input_ids" else key
         if array.shape == mask_ST.shape:
@@ -122,7 +129,35 @@ def from_padded(padded: Mapping[str, Array]) -> SequenceSample:
             seqlens[name], data[name] = sequence_lengths, array[order_S]
         else:
             raise ValueError(_wrong_shape(key, array, mask_ST))
-    return SequenceSample(tuple(counts), seqlens, data)
+    sample = SequenceSample(tuple(counts), seqlens, data)
+    if not words:
+        return sample
+    groups = [{key: values[place] for key, values in words.items()} for place in range(len(counts))]
+    return sample.update(SequenceSample.from_groups(sample.ids, groups))
+
+
+def _words_by_group(
+    key: str, array: Array, order_S: npt.NDArray[np.int64], counts: Mapping[str, int]
+) -> list[list[Any]] | list[Any]:
+    """The values of an array of objects [S] by group, as `SequenceSample.from_groups` takes them. order_S: the rows, group by
+    group. counts: rows of each group."""
+    if not is_words(key):
+        raise ValueError(
+            f"{key!r} has the dtype {array.dtype}; name strings and objects words_NAME, e.g. 'words_{key}'"
+        )
+    if array.dtype != object or array.shape != order_S.shape:
+        raise ValueError(
+            f"{key!r} has the dtype {array.dtype} and the shape {array.shape}; words are an array of objects of shape "
+            f"{order_S.shape}"
+        )
+    rows = iter(array[order_S].tolist())
+    groups = [[next(rows) for _ in range(n)] for n in counts.values()]
+    if not key.startswith("prompt_"):
+        return groups
+    for group_id, values in zip(counts, groups, strict=True):
+        if any(encode_words(value).tobytes() != encode_words(values[0]).tobytes() for value in values[1:]):
+            raise ValueError(f"{key!r} differs between the rows of id {group_id!r}; name words of a row words_NAME")
+    return [values[0] for values in groups]
 
 
 def _check_key(sample: SequenceSample, key: str, value: Any) -> None:

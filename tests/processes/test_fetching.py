@@ -45,9 +45,11 @@ def patient(monkeypatch):
 class Both:
     """A source that holds groups, and a fetcher with its own store."""
 
-    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, directory: Directory) -> None:
+    def __init__(
+        self, fetcher: DataFetcher, source: DataStore, store: DataStore, url: str, directory: Directory
+    ) -> None:
         """store: the fetcher's."""
-        self.fetcher, self.store, self.url, self.directory = fetcher, store, url, directory
+        self.fetcher, self.source, self.store, self.url, self.directory = fetcher, source, store, url, directory
 
     def publish(self, url: str, group_incarnation: int = 0, source: int = SOURCE) -> None:
         self.directory.resolver.add(self.directory.names.held_data(source, 1, group_incarnation), url, replace=True)
@@ -70,7 +72,7 @@ async def both(max_message_bytes: int = 1_000_000):
     held = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes)
     async with held.serving() as url, open_session(max_connections=8) as session:
         fetcher = DataFetcher(session, mine, directory, board, attempt=1, max_bytes=max_message_bytes)
-        made = Both(fetcher, mine, url, directory)
+        made = Both(fetcher, source, mine, url, directory)
         made.publish(url)
         yield made
     resolver.close()
@@ -99,6 +101,20 @@ async def test_what_is_fetched_is_what_is_held_byte_for_byte():
             assert same_bytes(pair.store.whole(ticket), make_group(ticket))
         await pair.fetch(IDS[:2], ("rewards",))  # fetching again changes nothing
         assert len(pair.store) == len(IDS)
+
+
+async def test_words_are_fetched_byte_for_byte():
+    """Also copies that another call fetches later, and an empty text."""
+    values = {"words_text": ["\u00fc\u2028", ""], "prompt_words_answer": {"x": [1, None, "\u4e2d"]}}
+    group = SequenceSample.from_groups(["w"], [{"packed_input_ids": [[1, 2], [3]], **values}])
+    async with both() as pair:
+        assert pair.source.put(group) == ""
+        await pair.fetch(["w"], ("packed_input_ids", "words_text"))
+        await pair.fetch(["w"], ("prompt_words_answer",))
+        found = pair.store.whole("w")
+    assert same_bytes(found, group)
+    assert found.words("words_text") == [values["words_text"]]
+    assert found.words("prompt_words_answer") == [[values["prompt_words_answer"]]]
 
 
 async def test_only_the_keys_that_are_asked_for_come():

@@ -154,3 +154,42 @@ def test_arrays_that_are_no_sample_are_refused(sample, changes, message):
     padded = {**to_padded(sample, PADS, "both"), **changes}
     with pytest.raises(ValueError, match=message):
         from_padded({key: array for key, array in padded.items() if array is not None})
+
+
+def test_arrays_of_objects_become_words_of_rows_and_groups():
+    """As verl's non_tensor_batch has them. Rows of a group need not be neighbours."""
+    rows = {
+        "input_ids": np.array([[1, 2], [3, 0], [1, 4]]),
+        "attention_mask": np.array([[1, 1], [1, 0], [1, 1]]),
+        "uid": np.array(["a", "b", "a"], object),
+    }
+    texts = np.array(["first", {"tool": [1, None]}, "third"], object)
+    answers = np.array([{"x": 1, "y": 2}, "other", {"x": 1, "y": 2}], object)
+    found = from_padded({**rows, "words_text": texts, "prompt_words_answer": answers, "rewards": np.float32([1, 2, 3])})
+    assert found.words("words_text") == [["first", "third"], [{"tool": [1, None]}]]
+    assert found.words("prompt_words_answer") == [[{"x": 1, "y": 2}], ["other"]]
+    assert found.data["rewards"].tolist() == [1, 3, 2]
+    assert from_padded(to_padded(found, PADS, "left")) == found.select_keys(["packed_input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"source": np.array(["p"] * 3, object)},
+            "'source' has the dtype object; name .* words_NAME, e.g. 'words_source'",
+        ),
+        ({"source": np.array(["p"] * 3)}, "'source' has the dtype <U1; name strings"),
+        (
+            {"words_x": np.array(["p"] * 3)},
+            "'words_x' has the dtype <U1 and the shape .*; words are an array of objects",
+        ),
+        ({"words_x": np.full((3, 4), ord("1"), np.uint8)}, r"the shape \(3, 4\); words are .* of shape \(3,\)"),
+        ({"words_x": np.array([1, 2, {3}], object)}, "key 'words_x', id 'b': a value of type set"),
+        ({"prompt_words_x": np.array(["p", "q", "r"], object)}, "'prompt_words_x' differs between the rows of id 'a'"),
+        ({"prompt_words_x": np.array([1, True, "r"], object)}, "'prompt_words_x' differs between the rows of id 'a'"),
+    ],
+)
+def test_objects_that_are_no_words_are_refused(sample, words, message):
+    with pytest.raises(ValueError, match=message):
+        from_padded({**to_padded(sample, PADS, "both"), **words})
