@@ -1089,6 +1089,30 @@ def test_several_calls_that_train_add_up() -> None:
         assert both[key] == pytest.approx(np.average([first[key], second[key]], weights=weights))
 
 
+def test_training_groups_again_in_a_step_is_the_plain_update_done_twice() -> None:
+    """As a step function does with `again=True`: logprobs and advantages are made anew between the two calls."""
+    train, batch = train_config(minibatches=1, recompute_logprob=True, use_decoupled_loss=False), make_batch()
+
+    def update(mfcs: Mapping[str, Interface], engine: FakeEngine, steps: Mapping[str, StepTotals]) -> dict[str, float]:
+        sample = batch
+        for name, mfc in mfcs.items():
+            made, stats = mfc.run(engine, sample, batch_ids=batch.ids, step=steps[name])
+            sample = sample.update(made) if made is not None else sample
+        return stats
+
+    engine, plain, mfcs = FakeEngine(), FakeEngine(), interfaces(train)
+    steps = {name: mfc.begin(0) for name, mfc in mfcs.items()}
+    update(mfcs, engine, steps)
+    once = engine.table.detach().clone()
+    stats = update(mfcs, engine, steps)
+    for _ in range(2):
+        fresh = interfaces(train)
+        update(fresh, plain, {name: mfc.begin(0) for name, mfc in fresh.items()})
+    assert torch.equal(engine.table, plain.table)
+    assert (engine.table - once).abs().max() > 1e-3
+    assert stats["actor/optimizer_steps"] == 2
+
+
 def test_statistics_of_users_functions_and_of_several_mfcs_are_merged() -> None:
     reports = [
         ({"judge/skipped_steps": 1.0, "judge/loss": 1.0, "judge/loss_max": 3.0, "mine/num_x": 2.0}, 1),
