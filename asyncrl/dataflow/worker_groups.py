@@ -12,7 +12,7 @@ in different groups:
 The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
 group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
 alone, and with mode=sync the trainer group also generates. A reference model that is refreshed from the actor gets its weights
-through the disk (master/refresh.py), and so does a detached layout of the actor.
+from the trainer's memory (master/refresh.py), and so does a detached layout of the actor.
 """
 
 from __future__ import annotations
@@ -107,6 +107,12 @@ def worker_groups_of(
             joined = [group for group in detached if group & workers]
             detached = [group for group in detached if not group & workers] + [workers.union(*joined)]
     return WorkerGroups(tuple(sorted(trainer)), tuple(sorted(tuple(sorted(group)) for group in detached)))
+
+
+def gets_kept_weights(model: ModelPlacement, groups: WorkerGroups, train: TrainConfig) -> bool:
+    """Whether the actor's ranks keep weights in memory for this model: it is in another worker group, and follows the actor."""
+    follows = model.role == ACTOR or (model.role == REF and train.ref.update_interval > 0)
+    return follows and not groups.is_local(model.workers[0])
 
 
 def on_missing(train: TrainConfig, role: str) -> str:

@@ -218,8 +218,8 @@ class Books:
 
     # -------------------------------------------------------------------------------------------------------------- checkpoints
 
-    def state(self, *, evaluating: bool, shared: dict[str, str], mfcs: dict[str, dict[str, float]]) -> MasterState:
-        """Return the state from which a later attempt continues. shared: from Refresher.state. mfcs: FunctionExecutor.states."""
+    def state(self, *, evaluating: bool, mfcs: dict[str, dict[str, float]]) -> MasterState:
+        """Return the state from which a later attempt continues. mfcs: FunctionExecutor.states."""
         assert self._data is not None  # a replay writes no checkpoints
         now = self._clock.monotonic()
         return MasterState(
@@ -239,7 +239,6 @@ class Books:
             batch_size=self._config.train.batch_size,
             wall_s=self._clock.time() - self._started,
             evaluating=evaluating,
-            shared=shared,
             mfcs=mfcs,
         )
 

@@ -29,7 +29,7 @@ from asyncrl.dataflow.topology import Handler
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.protocol.calls import CallBody, CallResult, FetchData, FetchPart, TakeWeights
+from asyncrl.protocol.calls import CallBody, CallResult, FetchData, FetchPart, FetchWeights
 from asyncrl.protocol.errors import ErrorClass, Failures, RunEndedError
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
@@ -147,12 +147,12 @@ class DetachedGroups:
     ) -> None:
         """missing_after_s: train.missing_after_s."""
         self.worker_groups = worker_groups
-        # By model: its workers, and the call that gives it its weights in each further incarnation
-        self.weights: dict[str, tuple[Sequence[int], TakeWeights]] = {}
+        # By model: its workers, and the call that gives them its newest weights, once in each incarnation, before other work
+        self.weights: dict[str, tuple[Sequence[int], FetchWeights]] = {}
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
         self._preparing = {group: asyncio.Lock() for group in worker_groups.detached}
-        self._ready: dict[tuple[int, ...], int] = {}  # group -> the incarnation that has been prepared
+        self._ready: dict[str, tuple[int, FetchWeights]] = {}  # model -> the incarnation that has made this call
         self._missing_after_s = missing_after_s
         self._absences = {group: Absence(missing_after_s) for group in worker_groups.detached}
 
@@ -167,13 +167,18 @@ class DetachedGroups:
         """Return the result of `work` in an incarnation of the group. Repeats it in the next incarnation after GroupEndedError, and
         in the same one, for up to the limit of a call, after UnfetchedError. If the group is missing, raises GroupMissingError with
         on_missing=continue, and GroupMissingEndsRunError with on_missing=stop."""
+
+        async def prepared(incarnation: Incarnation) -> T:
+            await self._prepared(incarnation)
+            return await work(incarnation)
+
         if on_missing == "wait":
-            return await self._repeated(what, group, work, on_missing)
+            return await self._repeated(what, group, prepared, on_missing)
         loop, absence = asyncio.get_running_loop(), self._absences[tuple(group)]
 
         async def watched(incarnation: Incarnation) -> T:
             try:
-                return await work(incarnation)
+                return await prepared(incarnation)
             except (GroupEndedError, UnfetchedError) as error:
                 if absence.failed(loop.time()):
                     raise self._missing(what, group, on_missing) from error
@@ -210,7 +215,6 @@ class DetachedGroups:
             number = await self._in_incarnation(what, group, number)
             try:
                 incarnation = Incarnation(tuple(group), number)
-                await self._prepared(incarnation)
                 return await work(incarnation)
             except (GroupEndedError, UnfetchedError) as error:
                 if on_missing == "wait" or isinstance(error, UnfetchedError):
@@ -277,11 +281,12 @@ class DetachedGroups:
 
     async def _prepared(self, incarnation: Incarnation) -> None:
         async with self._preparing[incarnation.group]:
-            if self._ready.get(incarnation.group) != incarnation.number:
-                for model, (workers, body) in list(self.weights.items()):
-                    if workers[0] in incarnation.group:
-                        await self.call(incarnation, f"{model} to take weights", workers, body)
-            self._ready[incarnation.group] = incarnation.number
+            for model, (workers, body) in list(self.weights.items()):
+                if workers[0] in incarnation.group and self._ready.get(model) != (incarnation.number, body):
+                    replies = await self.call(incarnation, f"{model} to fetch weights", workers, body)
+                    if unfetched := next((reply.unfetched for reply in replies if reply.unfetched), ""):
+                        raise UnfetchedError(unfetched)
+                    self._ready[model] = incarnation.number, body
 
     def _check(self, incarnation: Incarnation) -> None:
         if self._client.group_incarnation_of(incarnation.group) != incarnation.number:

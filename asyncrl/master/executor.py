@@ -258,7 +258,7 @@ class FunctionExecutor:
                 self._on_policy.trained()
             await step.moved()
             if ends_step:
-                await self._refresh(version + 1)
+                await self._copy_weights(version + 1)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first one; the others follow from it
         finally:
@@ -266,13 +266,12 @@ class FunctionExecutor:
         if ends_step:
             self._at(version + 1, num_left=self._hooks.train.batch_size)
 
-    async def _refresh(self, version: int) -> None:
-        """Copy weights after the step that produced this version."""
+    async def _copy_weights(self, version: int) -> None:
+        """Copy weights after the step that produced this version. Models of other worker groups get theirs beside the next step."""
         copies = self._hooks.after_step(version)
+        excluded = {
+            body.target: [home.refreshing() for home in self._homes if home.placement.name == body.target]
+            for body in copies
+        }
+        self._refresher.begin(copies, version, excluded)
         await asyncio.gather(*self._refresher.copy(copies))
-        for body in copies:
-            async with contextlib.AsyncExitStack() as refreshing:
-                for home in self._homes:
-                    if home.placement.name == body.target:
-                        await refreshing.enter_async_context(home.refreshing())
-                await self._refresher.refresh(body, version)

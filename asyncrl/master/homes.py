@@ -111,7 +111,7 @@ class InTrainerGroup(Home):
 class InDetachedGroup(Home):
     """The workers are outside the trainer group.
 
-    waits for: their replies; the next incarnation of their worker group, if the group ends (calls.py).
+    waits for: the newest refresh of the model; their replies; the next incarnation of their worker group, if the group ends.
     The workers add up statistics and a state over the calls of a step. So a new incarnation first executes the step's earlier calls
     again, on their inputs and with the states with which they began.
     If the group is missing and on_missing=continue, the step goes on without the output keys. A call without groups needs nothing
@@ -124,9 +124,11 @@ class InDetachedGroup(Home):
         placement: ModelPlacement,
         hooks: ParameterHooks,
         detached: DetachedGroups,
+        refresher: Refresher,
         tracker: StorageTracker,
     ) -> None:
         super().__init__(mfc, placement)
+        self._refresher = refresher
         self.moved_keys = ()  # they are fetched
         # No step can do without advantages
         self._on_missing = on_missing(hooks.train, mfc.role) if mfc.has_model else "wait"
@@ -138,6 +140,7 @@ class InDetachedGroup(Home):
 
     async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:
         is_missing = False
+        await self._refresher.refreshed(self.placement.name)
         try:
             if body.ids:  # the last part of a batch may have no groups
                 await self._work(step, call, body)
@@ -240,10 +243,11 @@ class ArrivingInference(InDetachedGroup):
         placement: ModelPlacement,
         hooks: ParameterHooks,
         detached: DetachedGroups,
+        refresher: Refresher,
         tracker: StorageTracker,
         buffer: AsyncIOSequenceBuffer,
     ) -> None:
-        super().__init__(mfc, placement, hooks, detached, tracker)
+        super().__init__(mfc, placement, hooks, detached, refresher, tracker)
         self._buffer, train = buffer, hooks.train
         self._arriving = ArrivingGroups(
             max_tokens=train.max_tokens_per_mb * placement.grid.num_replicas,
@@ -261,6 +265,7 @@ class ArrivingInference(InDetachedGroup):
         what = f"MFC {self.mfc.name} on arriving groups"
         while True:  # each turn is bounded, except the wait for a change
             seen = self._buffer.num_changes
+            await self._refresher.refreshed(self.placement.name)
             async with self._lock:
                 has_work = bool(self._next_chunk())
                 try:
@@ -348,7 +353,7 @@ def homes_of(
         if detached.worker_groups.is_local(placement.workers[0]):
             homes.append(InTrainerGroup(mfc, placement, caller, hooks, refresher))
         elif hooks.train.arriving_inference and alone:
-            homes.append(ArrivingInference(mfc, placement, hooks, detached, tracker, buffer))
+            homes.append(ArrivingInference(mfc, placement, hooks, detached, refresher, tracker, buffer))
         else:
-            homes.append(InDetachedGroup(mfc, placement, hooks, detached, tracker))
+            homes.append(InDetachedGroup(mfc, placement, hooks, detached, refresher, tracker))
     return homes

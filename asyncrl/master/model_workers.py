@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,9 +80,7 @@ class ModelWorkers:
             config.train.call_timeout_s,
             missing_after_s=config.train.missing_after_s,
         )
-        self.refresher = Refresher(
-            self.models, self._detached, caller, self._run_dir, config.worker.attempt, config.train
-        )
+        self.refresher = Refresher(self.models, self._detached, caller, config.worker.attempt, config.train)
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
         self.executor = FunctionExecutor(
             homes_of(graph, self.models, caller, self.hooks, self._detached, self.refresher, tracker, buffer),
@@ -113,18 +111,16 @@ class ModelWorkers:
             *(self._load_detached(group) for group in self.worker_groups.detached),
         )
 
-    async def load_checkpoint(self, path: Path, shared: Mapping[str, str], version: int) -> None:
+    async def load_checkpoint(self, path: Path, version: int) -> None:
         """Load a checkpoint at every worker of the trainer group. If the run refreshes the reference models
         (train.ref.update_interval), give them the weights that they had at the checkpoint. The checkpoint may have been saved with
-        another layout. shared: the result of Refresher.state at the checkpoint: the folders with the weights of detached models,
-        which the checkpoint itself lacks. version: of the actor in the checkpoint."""
+        another layout. version: of the actor in the checkpoint."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self.hooks.train.ref.update_interval:
             refreshed = [name for name, model in self.models.items() if model.role == REF]
-            await self.refresher.restore(shared, str(path), refreshed)
-        for body in self.hooks.loaded():
-            await self.refresher.refresh(body, version)
+            await self.refresher.restore(load.folder, version, next(iter(self.models)), refreshed)
+        self.refresher.begin(self.hooks.loaded(), version)
 
     def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
         """Have all workers that hold data of these groups discard it. The returned task waits for the workers of the trainer

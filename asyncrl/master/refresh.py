@@ -1,52 +1,39 @@
 """Copies weights between models: within the trainer group, and to detached models (dataflow/worker_groups.py).
 
-A detached model gets the actor's weights through the run's folder:
+Within the trainer group, collectives copy weights (model/reallocate.py). A detached model gets them from the trainer's memory:
 
-    the actor's workers write their weights -> commit -> the model takes them -> share < 1: its new weights are written, committed
-                                                         \\_ one unit of work: the next incarnation repeats it on the old weights _/
+    after a step:   the actor's workers keep a copy (KeepWeights), in the master's order of calls: before they train again
+    beside the next step:  the model's workers fetch it (FetchWeights, model/kept_weights.py)
+    before the next call of the model:  the call waits until they have it
 
-Within the trainer group, collectives copy weights instead (model/reallocate.py). Both ways give the same float32 numbers. The
-weights that a model has taken stay on disk until it has taken others, and as long as a checkpoint refers to them. A new incarnation
-begins with them, and so does a run that continues from a checkpoint. The files have the format of a checkpoint
-(model/checkpoint.py): they are complete or absent, and verified when they are read.
+Both ways give the same numbers. With a share below 1 the actor's workers keep the mean, so a detached group holds nothing that the
+trainer lacks: each further incarnation fetches the kept weights again, also one that missed a refresh. A checkpoint contains the
+kept weights of reference models, as if the model were in the trainer group; the layout may change at a resume.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
-from asyncrl.protocol.calls import (
-    CallBody,
-    CallResult,
-    CommitCheckpoint,
-    LoadCheckpoint,
-    Reallocate,
-    ShareWeights,
-    TakeWeights,
-)
-from asyncrl.protocol.run_folder import name_of
-from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
-from asyncrl.weights.form import WeightsError
+from asyncrl.protocol.calls import CallResult, FetchWeights, KeepWeights, Reallocate
+from asyncrl.protocol.versions import WeightVersion
 
 logger = logging.getLogger(__name__)
-
-_CallWorkers = Callable[[str, Sequence[int], CallBody], Awaitable[list[CallResult]]]
 
 
 class Refresher:
     """Copies weights between models.
 
-    consumes: copies to make.  produces: models that have the weights; for detached models also folders with weights.
+    consumes: copies to make.  produces: models that have the weights.
     waits for: replies, each at most the limit of a call.  unblocked by: the workers of both models.
     """
 
@@ -55,25 +42,13 @@ class Refresher:
         placements: Mapping[str, ModelPlacement],
         detached: DetachedGroups,
         caller: WorkerCaller,
-        run_dir: Path,
         attempt: int,
         train: TrainConfig,
     ) -> None:
         self._train = train
         self._placements, self._detached, self._caller = placements, detached, caller
-        self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
-        self._named: frozenset[str] = frozenset()  # folders of the newest checkpoint, which may not be complete yet
-
-    @property
-    def _taken(self) -> dict[str, str]:
-        """Detached model -> folder with its weights; without an entry: those of its path."""
-        return {model: PurePosixPath(body.folder).name for model, (_, body) in self._detached.weights.items()}
-
-    def state(self) -> dict[str, str]:
-        """Return the state for a checkpoint: detached model -> folder with its weights. A run that continues from this checkpoint
-        needs these folders."""
-        self._named = frozenset(self._taken.values())
-        return self._taken
+        self._attempt = attempt
+        self._refreshing: dict[str, asyncio.Task[None]] = {}  # by detached model: its newest refresh
 
     def copy(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
         """Start the copies within the trainer group. Each is one call to all workers of its source model and its target model."""
@@ -85,103 +60,100 @@ class Refresher:
                 tasks.append(self._caller.call(what, sorted(workers), body))
         return tasks
 
-    async def refresh(self, body: Reallocate, version: int) -> None:
-        """target <- share * source + (1 - share) * target, after the step that produced this version of the actor. No effect
-        within the trainer group.
+    def begin(
+        self, copies: Iterable[Reallocate], version: int, excluded: Mapping[str, Sequence[_Excluded]] | None = None
+    ) -> None:
+        """Begin the refreshes of detached models: target <- share * source + (1 - share) * target, after the step that produced
+        this version of the actor. The workers of the source are called now, so they keep these weights before a later call changes
+        them. The rest runs beside the next step; `refreshed` waits for it.
 
-        If the target's group is missing and on_missing=continue: with share 1 the next incarnation takes these weights, with a
-        smaller share the refresh is left out, because the weights of all missed refreshes would have to be kept.
+        excluded: by target, context managers that are open while the target's weights change.
         """
-        if self._is_local(body.target):
-            return
-        target = self._placements[body.target]
-        source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
-        await self._write(self._caller.call, self._placements[body.source], source)
+        for body in copies:
+            if not self._is_local(body.target):
+                keep = KeepWeights(
+                    source=body.source, target=body.target, weight_version=self._version(version), share=body.share
+                )
+                kept = self._keep(keep)
+                before = self._refreshing.get(body.target)
+                work = self._refresh(keep, kept, before, (excluded or {}).get(body.target, ()))
+                task = self._refreshing[body.target] = asyncio.create_task(work)
+                task.add_done_callback(_note_error)
 
-        async def take(incarnation: Incarnation) -> str:
-            await self._take(incarnation, target, source, body.share)
-            if body.share == 1.0:
-                return source
-            kept = f"{source}-taken-{incarnation.number}"  # its own name: an earlier incarnation may have left a part
-            await self._write(partial(self._detached.call, incarnation), target, kept)
-            return kept
+    async def refreshed(self, model: str) -> None:
+        """Wait until the newest refresh of a model is over. Raises its error."""
+        if (task := self._refreshing.get(model)) is not None:
+            await asyncio.wait({task})  # its waits are bounded
+            task.result()
 
-        what = f"{body.target} to take weights of {body.source}"
-        group = self._worker_group(target)
-        try:
-            kept = await self._detached.repeated(what, group, take, on_missing=on_missing(self._train, target.role))
-            self._begin_with(target, kept)
-        except GroupMissingError as error:
-            logger.warning("version %d: %s", version, error)
-            if body.share == 1.0:
-                self._begin_with(target, source)
-        await asyncio.to_thread(self._prune)
+    async def restore(self, checkpoint: str, version: int, source: str, refreshed: Sequence[str]) -> None:
+        """Continue from a checkpoint, whose layout may differ: detached models get the weights that it has for them. Without any
+        they have those at their paths.
 
-    async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
-        """Continue from a checkpoint, whose layout may differ. state: the result of `state` at that checkpoint. refreshed: the
-        models that the run refreshes; their weights may therefore differ from those at their paths. The trainer group has loaded
-        its own models from the checkpoint already."""
+        checkpoint: name of its folder in the run. version: of the actor in it. refreshed: the models that the run refreshes from
+        the source. The trainer group has loaded its own models from the checkpoint already.
+        """
         for model in refreshed:
-            placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
-            if self._is_local(model):
-                if folder:
-                    body = TakeWeights(model=model, folder=self._name(folder))
-                    await self._caller.call(f"{model} to take its weights", placement.workers, body)
-                continue
-            take = partial(self._begin, placement, folder, checkpoint)
-            kept = await self._detached.repeated(f"{model} to restore its weights", self._worker_group(placement), take)
-            self._begin_with(placement, kept)
+            if not self._is_local(model):
+                body = KeepWeights(
+                    source=source, target=model, weight_version=self._version(version), checkpoint=checkpoint
+                )
+                if any(reply.num_bytes for reply in await self._keep(body)):
+                    self._fetch_from_now_on(body)
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    def _name(self, folder: str) -> str:
-        return name_of(self._run_dir, self._folder / folder)
+    def _version(self, version: int) -> str:
+        return str(WeightVersion(self._attempt, version))
 
     def _is_local(self, model: str) -> bool:
         return self._detached.worker_groups.is_local(self._placements[model].workers[0])
 
-    def _begin_with(self, model: ModelPlacement, folder: str) -> None:
-        """Have each further incarnation take these weights. At its start it has loaded the model from its path, and those weights
-        are older."""
-        body = TakeWeights(model=model.name, folder=self._name(folder))
-        self._detached.weights[model.name] = model.workers, body
+    def _keep(self, body: KeepWeights) -> asyncio.Task[list[CallResult]]:
+        what = f"weights of {body.source} to be kept for {body.target}"
+        return self._caller.call(what, self._placements[body.source].workers, body)
 
-    def _worker_group(self, placement: ModelPlacement) -> tuple[int, ...]:
-        return self._detached.worker_groups.of(placement.workers[0])
-
-    async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, incarnation: Incarnation) -> str:
-        """Give a model the weights that it had at the checkpoint. Returns the folder that keeps them."""
-        if folder:
-            await self._take(incarnation, model, folder, 1.0)
-            return folder
-        # No folder: at the checkpoint the model was in the trainer group, or had not been refreshed yet
-        load = LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))
-        await self._detached.call(incarnation, f"{model.name} of a checkpoint to be loaded", incarnation.group, load)
-        kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned
-        await self._write(partial(self._detached.call, incarnation), model, kept)
-        return kept
-
-    async def _take(self, incarnation: Incarnation, target: ModelPlacement, folder: str, share: float) -> None:
-        body = TakeWeights(model=target.name, folder=self._name(folder), share=share)
-        await self._detached.call(incarnation, f"{target.name} to take weights", target.workers, body)
-
-    async def _write(self, call: _CallWorkers, model: ModelPlacement, folder: str) -> None:
-        """Write the weights of a model to this folder, and commit the folder. call: calls workers of the model's worker group."""
-        name, workers = self._name(folder), model.workers
-        replies = await call(
-            f"weights of {model.name} to be written", workers, ShareWeights(model=model.name, folder=name)
+    def _fetch_from_now_on(self, body: KeepWeights) -> None:
+        """Have every incarnation of the target's group fetch these weights, once, before its next work."""
+        fetch = FetchWeights(
+            model=body.target,
+            weight_version=body.weight_version,
+            sources=list(self._placements[body.source].workers),
         )
-        files = [file for reply in replies for file in reply.files]
-        await call(f"{folder} to be complete", workers[:1], CommitCheckpoint(folder=name, files=files))
+        self._detached.weights[body.target] = self._placements[body.target].workers, fetch
 
-    def _prune(self) -> None:
-        """Remove folders that no model uses and no checkpoint refers to. Runs on a thread."""
-        needed = {*self._taken.values(), *self._named}
-        for attempt, step in list_checkpoints(self._run_dir):
+    async def _refresh(
+        self,
+        body: KeepWeights,
+        kept: asyncio.Task[list[CallResult]],
+        before: asyncio.Task[None] | None,
+        excluded: Sequence[_Excluded],
+    ) -> None:
+        await kept
+        # At once: the weights before them are gone, and work under way may wait for weights while it holds the locks below
+        self._fetch_from_now_on(body)
+        if before is not None:
+            await asyncio.wait({before})
+        target = self._placements[body.target]
+        group = self._detached.worker_groups.of(target.workers[0])
+        async with contextlib.AsyncExitStack() as stack:
+            for exclusion in excluded:
+                await stack.enter_async_context(exclusion)
             try:
-                needed |= set(read_state(checkpoint_dir(self._run_dir, attempt, step)).shared.values())
-            except (WeightsError, OSError):
-                continue  # pruned meanwhile, or torn: no run can continue from it
-        for folder in self._folder.iterdir():
-            if folder.name not in needed:
-                shutil.rmtree(folder, ignore_errors=True)
+                what = f"{body.target} to have weights {body.weight_version}"
+                await self._detached.repeated(what, group, _nothing, on_missing=on_missing(self._train, target.role))
+            except GroupMissingError as error:  # the next incarnation fetches them
+                logger.warning("version %s: %s", body.weight_version, error)
+
+
+_Excluded = AbstractAsyncContextManager[None]
+
+
+async def _nothing(_: Incarnation) -> None:
+    """The work of a group that only has to be prepared for its next work."""
+
+
+def _note_error(task: asyncio.Task[None]) -> None:
+    """`refreshed` raises the error. Without a further use of the model it only is in the log."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a refresh has failed: %s", error)

@@ -76,7 +76,7 @@ class Trainer:
         await self._workers.load()
         if state is not None:
             self._workers.executor.states = state.mfcs
-            await self._workers.load_checkpoint(Path(config.resume), state.shared, state.step)
+            await self._workers.load_checkpoint(Path(config.resume), state.step)
         books.begin()
         if not mode_of(config.mode).forms_batches:
             await self._source.end()  # before the manager grants a train ticket
@@ -245,7 +245,7 @@ class Trainer:
     def _state(self) -> MasterState:
         evaluating = self._evaluations.num_running > 0
         workers = self._workers
-        return self._books.state(evaluating=evaluating, shared=workers.refresher.state(), mfcs=workers.executor.states)
+        return self._books.state(evaluating=evaluating, mfcs=workers.executor.states)
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
         """Save the batch of a step of which all or some optimizer steps were skipped, for examples/bad_batch."""

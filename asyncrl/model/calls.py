@@ -24,11 +24,12 @@ from asyncrl.model.compute import Compute
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import SHARED, Exporter
+from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.first_step import FirstStep
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface, Stats, StepTotals
+from asyncrl.model.kept_weights import KeptWeights, KeptWeightsFetcher
 from asyncrl.model.process_group import ProcessGroup
 from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
@@ -43,7 +44,9 @@ from asyncrl.protocol.calls import (
     EndProfile,
     ExecuteMFC,
     FetchData,
+    FetchWeights,
     HoldWeights,
+    KeepWeights,
     LoadCheckpoint,
     Ping,
     ReadValues,
@@ -53,8 +56,6 @@ from asyncrl.protocol.calls import (
     SaveBatch,
     SaveCheckpoint,
     SaveModel,
-    ShareWeights,
-    TakeWeights,
     WriteWeights,
 )
 from asyncrl.protocol.names import ACTOR
@@ -88,6 +89,8 @@ class Calls:
         group_makers: Mapping[str, GroupMaker],
         data: DataManager,
         fetcher: DataFetcher,
+        kept_weights: KeptWeights,
+        weight_fetcher: KeptWeightsFetcher,
         exporter: Exporter,
         recorder: BackgroundRecorder | None,
         compute: Compute,
@@ -98,6 +101,7 @@ class Calls:
         self.store, self.engines = store, engines
         self._config, self._info, self._process_group = config, config.worker, process_group
         self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
+        self._kept_weights, self._weight_fetcher = kept_weights, weight_fetcher
         self._exporter, self._recorder, self._compute = exporter, recorder, compute
         self._board, self._logger, self._trace, self._clock = (
             services.board,
@@ -139,10 +143,8 @@ class Calls:
             await exporter.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
             await exporter.commit(call, body, self._engine(body.role), self._models[body.role])
-        elif isinstance(body, ShareWeights):
-            await exporter.write_checkpoint(call, body, {SHARED: self._engine(body.model)})
         elif isinstance(body, SaveCheckpoint):
-            await exporter.write_checkpoint(call, body, self._checkpointed)
+            await exporter.write_checkpoint(call, body, self._part_of_checkpoint)
         elif isinstance(body, CommitCheckpoint):
             await exporter.commit_checkpoint(call, body)
         else:
@@ -157,7 +159,6 @@ class Calls:
                     num_bytes = await self._fetcher.fetch(body.parts)
             except FetchError as error:  # the failure is in another worker group: this worker continues
                 unfetched = str(error)
-                self._logger.warning("%s", error)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Redistribute):
             move = partial(self._redistribute, body)
@@ -165,11 +166,14 @@ class Calls:
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
             num_bytes = await self._compute(partial(self._reallocate, body), f"weights of {body.target}")
-        elif isinstance(body, TakeWeights):
-            take = partial(
-                checkpoint.take, self._folder(body.folder), SHARED, self._engine(body.model), share=body.share
-            )
-            await self._compute(take, f"weights of {body.model}")
+        elif isinstance(body, KeepWeights):
+            num_bytes = await self._compute(partial(self._keep_weights, body), f"weights for {body.target}")
+        elif isinstance(body, FetchWeights):
+            try:
+                with self._trace.overlapping("fetch weights", kind="weights", model=body.model):
+                    num_bytes = await self._weight_fetcher.fetch(body, self._engine(body.model))
+            except FetchError as error:
+                unfetched = str(error)
         elif isinstance(body, HoldWeights):
             await self._exporter.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
@@ -189,6 +193,8 @@ class Calls:
             await self._compute(lambda: None, "ping")
         else:
             raise TypeError(f"this worker cannot execute a call of kind {type(body).__name__}")
+        if unfetched:
+            self._logger.warning("%s", unfetched)
         call.reply(CallResult(seconds=self._clock.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
 
     def _release_devices(self) -> None:
@@ -214,6 +220,7 @@ class Calls:
         if body.mfc not in self._mfcs:
             raise ValueError(f"this worker has no MFC {body.mfc!r}; the MFCs of its models are {list(self._mfcs)}")
         mfc = self._mfcs[body.mfc]
+        self._weight_fetcher.check_finished(mfc.model)
         placement = self._placements[mfc.model]
         self._board.version = str(WeightVersion(self._info.attempt, body.version))
         replica = placement.part_of(self._info.index, SAMPLES)
@@ -325,6 +332,16 @@ class Calls:
         source, target = self.engines.get(body.source), self.engines.get(body.target)
         with self._trace.span("copy weights", track="compute", source=body.source, target=body.target):
             return reallocate(source, target, workers=ranks, share=body.share)
+
+    def _keep_weights(self, body: KeepWeights) -> int:
+        folder = self._folder(body.checkpoint) if body.checkpoint else None
+        with self._trace.span("keep weights", track="compute", source=body.source, target=body.target):
+            return self._kept_weights.keep(body, self._engine(body.source), folder)
+
+    def _part_of_checkpoint(self) -> checkpoint.Snapshot:
+        part = checkpoint.snapshot(self._checkpointed)
+        self._kept_weights.add_to(part)
+        return part
 
     @property
     def _checkpointed(self) -> dict[str, TrainEngine]:

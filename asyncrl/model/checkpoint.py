@@ -59,7 +59,7 @@ from asyncrl.weights.checkpoints import (
 from asyncrl.weights.update_group import dtype_of, num_bytes_of
 from asyncrl.weights.versions import FileWriter, commit_folder, write_part
 
-__all__ = ["CheckpointError", "commit", "load", "snapshot", "take", "verify", "write"]
+__all__ = ["CheckpointError", "commit", "load", "read_into", "snapshot", "verify", "write"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, each as large as the parameter
 
@@ -97,10 +97,10 @@ class Snapshot:
 
 
 @torch.no_grad()
-def snapshot(models: Mapping[str, TrainEngine], *, moments: bool = True) -> Snapshot:
+def snapshot(models: Mapping[str, TrainEngine]) -> Snapshot:
     """Copy this worker's share of these models to the CPU. Each part of a tensor is in one worker's share, in its own dtype.
 
-    models: the engines of the models to save, by name, in the same order on every worker. moments: include the optimizer's state.
+    models: the engines of the models to save, by name, in the same order on every worker.
     Collective over the ranks of each model. Training may continue while the snapshot is written.
     """
     result = Snapshot(WorkerState(_random_state(), {}, {}))
@@ -113,7 +113,7 @@ def snapshot(models: Mapping[str, TrainEngine], *, moments: bool = True) -> Snap
         mine = set(plan_writers(holdings, sizes)[this_worker()])
         steps = result.worker.steps[model_name] = {}
         for name, tensor in tensors.items():
-            state = model.optimizer.state.get(tensor, {}) if moments and model.optimizer is not None else {}
+            state = model.optimizer.state.get(tensor, {}) if model.optimizer is not None else {}
             if state:
                 steps[name] = float(state["step"])
             if name not in mine:
@@ -203,21 +203,10 @@ def load(
 
 
 @torch.no_grad()
-def take(path: Path, name: str, model: TrainEngine, *, share: float = 1.0) -> None:
-    """model <- share * the model saved under this name + (1 - share) * model, whatever layout it was saved in.
-
-    Collective over the ranks of the model. Computes in float32, like model/reallocate.py; raises like `load`. Random state is kept.
-    """
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"share={share}: it must be above 0 and at most 1")
-    _verified(path, workers_of(model))
-    model.onload()
-    ours = model.named_parameters()
-    theirs = {key: torch.empty_like(tensor.detach(), dtype=torch.float32) for key, tensor in ours.items()}
-    _load_model(path, name, theirs, None, {})
-    for key, tensor in ours.items():
-        new = theirs[key]
-        tensor.detach().copy_(new if share == 1.0 else share * new + (1.0 - share) * tensor.detach().float())
+def read_into(path: Path, model_name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Read the parameters of a saved model into these tensors, by name, whatever layout it was saved in. Each rank on its own.
+    Raises CheckpointError if they do not fit. The files are not verified."""
+    _load_model(path, model_name, tensors, None, {})
 
 
 def _verified(path: Path, workers: Sequence[int]) -> Manifest:

@@ -60,7 +60,6 @@ from asyncrl.protocol.calls import (
     HoldWeights,
     SaveCheckpoint,
     SaveModel,
-    ShareWeights,
     WriteWeights,
 )
 from asyncrl.protocol.names import ACTOR
@@ -227,8 +226,6 @@ def _gather(plan: _ExportPlan, tensors: Mapping[str, Tensor], room: Mapping[str,
 
 T = TypeVar("T")
 
-SHARED = "shared"  # name of the model in the files of ShareWeights
-
 
 class _Lane:
     """Writes one item at a time, on a thread of its own. Weights and checkpoints have a lane each: neither waits for the other."""
@@ -328,17 +325,13 @@ class Exporter:
         commit = partial(self._commit, path, body, engine, model, self._measured)
         self._begin(self._weights, call, "commit weights", path, commit)
 
-    async def write_checkpoint(
-        self, call: Call, body: SaveCheckpoint | ShareWeights, engines: Mapping[str, TrainEngine]
-    ) -> None:
-        """Like `write`, for a training checkpoint; or with parameters only, for a model of another worker group."""
+    async def write_checkpoint(self, call: Call, body: SaveCheckpoint, take: Callable[[], checkpoint.Snapshot]) -> None:
+        """Like `write`, for a training checkpoint. take: returns this rank's part of it; runs on the compute thread."""
         path = await self._turn(self._checkpoints, body.folder)
-        is_whole = isinstance(body, SaveCheckpoint)
-        what = "a checkpoint" if isinstance(body, SaveCheckpoint) else body.model
-        part = await self._snapshot(partial(checkpoint.snapshot, engines, moments=is_whole), what)
+        part = await self._snapshot(take, "a checkpoint")
         options = self._config.weights
         write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "write checkpoint" if is_whole else "share weights", path, write)
+        self._begin(self._checkpoints, call, "write checkpoint", path, write)
 
     async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
         path = await self._turn(self._checkpoints, body.folder)

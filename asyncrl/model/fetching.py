@@ -94,9 +94,10 @@ class HeldData:
         """max_bytes: of an answer. An answer with a single group may exceed this limit: the group arrived here in one message."""
         self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
 
-    def serving(self) -> AbstractAsyncContextManager[str]:
-        """Bind a free port and yield the URL to publish."""
-        return listen_routes(web.post(PATH, self._answer), host=self._host, max_body_bytes=_MAX_REQUEST_BYTES)
+    def serving(self, *others: web.RouteDef) -> AbstractAsyncContextManager[str]:
+        """Bind a free port and yield the URL to publish. others: routes that the same server answers."""
+        routes = web.post(PATH, self._answer), *others
+        return listen_routes(*routes, host=self._host, max_body_bytes=_MAX_REQUEST_BYTES)
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
@@ -190,7 +191,7 @@ class DataFetcher:
         return 2 * self._max_bytes + MAX_HEADER_BYTES
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
-        url = await self._url_of(part.source, part.group_incarnation)
+        url = await self.url_of(part.source, part.group_incarnation)
         request = _encode(HeldDataRequest(ids=list(ids), keys=part.keys))
         async with self._session.post(url + PATH, data=request) as response:
             if class_of_status(response.status) is not ErrorClass.PERMANENT:
@@ -205,8 +206,8 @@ class DataFetcher:
                     raise FetchError(f"model_worker/{part.source} sent more than {self._limit_of_body} bytes")
             return bytes(body)
 
-    async def _url_of(self, source: int, group_incarnation: int) -> str:
-        """Return the source's URL, which is cached for each incarnation of the source's group. The source publishes its URL when it
+    async def url_of(self, source: int, group_incarnation: int) -> str:
+        """Return a worker's URL, which is cached for each incarnation of the source's group. The source publishes its URL when it
         starts, and the URL stays the same within the incarnation."""
         if (source, group_incarnation) not in self._urls:
             key = self._directory.names.held_data(source, self._attempt, group_incarnation)

@@ -8,7 +8,7 @@ smaller share, applied periodically, makes the target a moving average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -70,7 +70,7 @@ def reallocate(
     sources = {worker: held.source for worker, held in held_by.items() if held.source is not None}
     targets = {worker: held.target for worker, held in held_by.items() if held.target is not None}
     ours, theirs = tensors_of(sources), tensors_of(targets)
-    _check_fit(
+    check_fit(
         {name: piece.shape for name, piece in ours.items()}, {name: piece.shape for name, piece in theirs.items()}
     )
     travelling = theirs if share == 1.0 else ours  # share=1: cast to the target's dtype before sending
@@ -97,7 +97,8 @@ def reallocate(
     return carry(rounds, read=read, write=write, dtypes=dtypes, device=device)
 
 
-def _check_fit(source: dict[str, tuple[int, ...]], target: dict[str, tuple[int, ...]]) -> None:
+def check_fit(source: Mapping[str, tuple[int, ...]], target: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the shapes of all tensors of two models, by name. Raises ShardError if they differ."""
     for name in sorted(set(source) | set(target)):
         if source.get(name) != target.get(name):
             raise ShardError(

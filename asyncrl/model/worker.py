@@ -4,7 +4,7 @@
                                                                                       mode=sync an MFC makes the groups here)
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights in transit between workers, snapshots
                                           writer thread: snapshots to disk
-    workers of other groups <-- data --> [held data, fetcher]      (if the run has several groups: worker_groups.py)
+    workers of other groups <-- data, weights --> [held data, kept weights, fetchers]      (if the run has several groups)
     gserver manager -- requests --> [the transport's side, at the ranks of the first model]: snapshots to generation servers
 
 Sockets belong to the event loop. Everything that reads or changes models runs on one compute thread, one call after another in the
@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import aiohttp
 import torch
 import transformers
 
@@ -38,6 +39,7 @@ from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.kept_weights import KeptWeights, KeptWeightsFetcher
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.process_group import ProcessGroup, choose_device
 from asyncrl.model.self_check import load_checked
@@ -81,7 +83,9 @@ class ModelWorker(Worker):
         opened.callback(compute.close)
         store = DataStore(config.store_capacity)
         receiver = await self._open_receiver(directory, opened, store) if config.groups is None else None
-        fetcher = await self._open_fetcher(directory, opened, store)
+        kept_weights = KeptWeights({model.name: model for model in config.models})
+        session = await opened.enter_async_context(open_session(max_connections=8))
+        fetcher = await self._open_fetcher(directory, opened, store, kept_weights, session)
         server = NameResolvingReplyServer(
             directory.resolver,
             self.names,
@@ -140,6 +144,8 @@ class ModelWorker(Worker):
             group_makers=group_makers,
             data=data,
             fetcher=fetcher,
+            kept_weights=kept_weights,
+            weight_fetcher=KeptWeightsFetcher(session, fetcher.url_of, compute, self.board),
             exporter=exporter,
             recorder=self._open_recorder(opened),
             compute=compute,
@@ -184,13 +190,19 @@ class ModelWorker(Worker):
         )
         return await opened.enter_async_context(opening)
 
-    async def _open_fetcher(self, directory: Directory, opened: AsyncExitStack, store: DataStore) -> DataFetcher:
+    async def _open_fetcher(
+        self,
+        directory: Directory,
+        opened: AsyncExitStack,
+        store: DataStore,
+        kept_weights: KeptWeights,
+        session: aiohttp.ClientSession,
+    ) -> DataFetcher:
         """Open the fetcher and, in a run with several worker groups, the server that other workers fetch from."""
         info, max_bytes = self.info, self.info.runtime.max_message_bytes
-        session = await opened.enter_async_context(open_session(max_connections=8))
         if len(self.config.worker_groups) > 1:
             held = HeldData(store, host=info.runtime.host, max_bytes=max_bytes)
-            url = await opened.enter_async_context(held.serving())
+            url = await opened.enter_async_context(held.serving(kept_weights.route()))
             await directory.publish(self.names.held_data(info.index, info.attempt, info.group_incarnation), url)
         return DataFetcher(session, store, directory, self.board, attempt=info.attempt, max_bytes=max_bytes)
 

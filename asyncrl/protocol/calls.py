@@ -92,24 +92,42 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
     share: float = 1.0
 
 
-class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a model's parameters in checkpoint format for a model of another worker group, at every worker of the
-    model. Each worker replies with `files` when its files are on disk. CommitCheckpoint follows.
+class KeepWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Keep weights in memory for a model of another worker group, at every worker of the source model. They replace those
+    that were kept for the same target.
+
+    kept <- share * source + (1 - share) * kept, in train.dtype. Before the first such call a share below 1 begins with
+    the weights at the target's path.
     """
 
-    model: str
-    folder: str  # name of this folder in the run (run_folder.py)
-
-
-class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Load the parameters written by ShareWeights into a model, at every worker of the model. Layouts may differ.
-
-    target <- share * (parameters in folder) + (1 - share) * target
-    """
-
-    model: str
-    folder: str  # name of this folder in the run (run_folder.py)
+    source: str
+    target: str
+    weight_version: str  # name of these weights in FetchWeights
     share: float = 1.0
+    # Not "": the name of a checkpoint's folder in the run; keep the target's weights in this checkpoint instead.
+    # `num_bytes` in the result is 0 if it has none
+    checkpoint: str = ""
+
+
+class FetchWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Replace a model's weights by those that workers of the trainer group keep for it, at every worker of the model.
+    Layouts may differ. `unfetched` in the result reports missing data.
+    """
+
+    model: str
+    weight_version: str
+    sources: list[int]  # all workers that keep parts
+
+
+class KeptWeightsRequest(Struct, frozen=True, kw_only=True):
+    """POST /kept_weights (MessagePack), from a worker that executes FetchWeights to one that has executed KeepWeights
+    (model/kept_weights.py). `parts` of tensors: name, first index, size. Without parts the reply says which parts the
+    worker keeps.
+    """
+
+    model: str
+    weight_version: str
+    parts: list[tuple[str, list[int], list[int]]] = []
 
 
 class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -222,8 +240,8 @@ CallBody = (
     | Redistribute
     | FetchData
     | Reallocate
-    | ShareWeights
-    | TakeWeights
+    | KeepWeights
+    | FetchWeights
     | HoldWeights
     | WriteWeights
     | CommitWeights
@@ -252,14 +270,15 @@ class CallResult(Struct, frozen=True, kw_only=True):
     keys: list[str] = []
     stats: dict[str, float] = {}
     seconds: float = 0.0
-    files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint, ShareWeights
-    # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received; EndProfile: bytes of its file
+    files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint
+    # Redistribute, Reallocate: bytes sent by this worker; FetchData, FetchWeights: bytes received; KeepWeights: bytes
+    # kept; EndProfile: bytes of its file
     num_bytes: int = 0
     metas: list[
         TrajectoryMeta
     ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
-    unfetched: str = ""  # FetchData: the missing data and the reason; a retry is safe and changes nothing
+    unfetched: str = ""  # FetchData, FetchWeights: the missing data and the reason; a retry is safe and changes nothing
     flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint.json"
 MASTER_FILE = "master.json"
-FORMAT = 2
+FORMAT = 3
 _ANEW_FILE = "began_anew.json"
 _NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
 _NUM_READERS = 4  # threads that check files in parallel: hashing releases the GIL
@@ -112,7 +112,6 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
     mfcs: dict[str, dict[str, float]] = {}  # the states of the MFCs' functions
-    shared: dict[str, str] = {}  # model outside the trainer group -> the folder in shared_dir with its weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,11 +138,6 @@ class _Shapes(msgspec.Struct, frozen=True):
 
 def recover_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints" / "recover"
-
-
-def shared_dir(run_dir: str | Path) -> Path:
-    """Folder of the weights that one worker group passes to another (asyncrl/master/refresh.py)."""
-    return Path(run_dir) / "checkpoints" / "shared"
 
 
 def checkpoint_dir(run_dir: str | Path, attempt: int, step: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import ModelPlacement
@@ -37,7 +36,7 @@ def executor_of(
     """function: None: the shipped one. detached, refresher: None: all workers are in the trainer group."""
     by_name = {placement.name: placement for placement in placements}
     detached = detached or DetachedGroups(WorkerGroups(), client, caller, 60.0)
-    refresher = refresher or Refresher(by_name, detached, caller, Path("/nowhere"), 1, hooks.train)
+    refresher = refresher or Refresher(by_name, detached, caller, 1, hooks.train)
     return FunctionExecutor(
         homes_of(graph, by_name, caller, hooks, detached, refresher, tracker, buffer),
         refresher,

@@ -56,17 +56,17 @@ from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import Minibatches, make_interface, split_minibatches
+from asyncrl.model.kept_weights import KeptWeights
 from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
-    CommitCheckpoint,
     ExecuteMFC,
     FetchData,
+    FetchWeights,
+    KeepWeights,
     ReadValues,
     Reallocate,
     Redistribute,
-    ShareWeights,
-    TakeWeights,
 )
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.testing.tiny import make_tiny_model
@@ -394,6 +394,7 @@ class EngineWorld(WorldOfGroups):
         self.folder = folder
         self.samples: list[dict[str, SequenceSample]] = [{} for _ in range(self.num_workers)]
         self.models = {model.name: model for model in models}
+        self.kept_weights = KeptWeights(self.models)
         torch.manual_seed(3)
         self.engines = {model.name: TrainEngine(model, config.train) for model in models if model.kind != "none"}
         self.interfaces = {
@@ -452,12 +453,13 @@ class EngineWorld(WorldOfGroups):
                 self.wires[body.source, body.target].put_nowait(self.weights_of(body.source))
             if me in self.placed(body.target).workers:
                 self.blend(body.target, await self.wires[body.source, body.target].get(), body.share)
-        elif isinstance(body, ShareWeights):
-            self.files[body.folder] = self.weights_of(body.model)
-        elif isinstance(body, CommitCheckpoint):
-            (self.folder / body.folder).mkdir(parents=True)
-        elif isinstance(body, TakeWeights):
-            self.blend(body.model, self.files[body.folder], body.share)
+        elif isinstance(body, KeepWeights):
+            self.kept_weights.keep(body, self.engines[body.source], None)
+        elif isinstance(body, FetchWeights):
+            kept = self.kept_weights.kept[body.model]
+            if kept.weight_version != body.weight_version:
+                return CallResult(unfetched=f"weights {kept.weight_version} are kept")
+            self.blend(body.model, kept.parts, 1.0)
         elif isinstance(body, ClearData):
             for group in body.ids:
                 self.samples[me].pop(group, None)
@@ -542,7 +544,7 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
     groups = worker_groups_of(placements, placed, train, num_workers=allocation.num_model_workers, mode=config.mode)
     everything = [ModelPlacement.of(model) for model in models]
     detached = [list(group) for group in groups.detached]
-    options: dict[str, Any] = {"train": train, "run_dir": folder, "world_of": EngineWorld}
+    options: dict[str, Any] = {"train": train, "world_of": EngineWorld}
     async with running_groups(graph, everything, allocation.num_model_workers, detached, **options) as (world, master):
         world.set_up(config, mfcs, models, folder)
         if (
@@ -589,6 +591,8 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
                         engine.offload(folder=folder)
             if train.arriving_inference and arriving.done():
                 arriving.result()
+        for name in world.models:
+            await master.refresher.refreshed(name)
         kept = [name for name, model in world.models.items() if model.trainable or name in ("ema", "ref")]
         return Outcome({name: world.weights_of(name) for name in kept}, master.executor.states, stats)
 

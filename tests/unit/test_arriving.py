@@ -199,13 +199,13 @@ async def test_groups_are_processed_again_if_their_reader_ends(moment):
         ("actor@1", {"actor_inf_on_missing": "wait"}),
     ],
 )
-async def test_groups_get_the_weights_of_their_step(role, settings, tmp_path):
-    """Weights are numbers here. `expected` is the model's weight in the step that runs, or comes next. `weights` are those with
-    which groups were computed, also arriving ones. A detached layout of the actor changes with each step."""
+async def test_groups_get_the_weights_of_their_step(role, settings):
+    """Weights are numbers here. `expected` is the model's weight in the step that runs, or comes next. The fake workers
+    assert it for every MFC of the role, also on arriving groups. A detached layout of the actor changes with each step."""
     train = TrainConfig(arriving_inference=True, batch_size=1, **settings)
     interval = train.ref.update_interval or 1
-    async with running(train, role=role, run_dir=tmp_path) as (world, master):
-        world.weights, world.run_dir = [0.0, 0.0, 2.0, 2.0], tmp_path
+    async with running(train, role=role) as (world, master):
+        world.weights = [0.0, 0.0, 2.0, 2.0]
         shares, weights = [], {}
         record, expected = World.run, 2.0
 
@@ -224,6 +224,32 @@ async def test_groups_get_the_weights_of_their_step(role, settings, tmp_path):
             if (version + 1) % interval == 0:
                 expected = 10.0 + version
         assert max(shares) == 1.0
+
+
+async def test_a_reference_that_ends_in_a_chunk_during_a_refresh_gets_the_new_weights():
+    """The chunk excludes the refresh. Its repetition needs the new weights, because those before are no longer kept."""
+    train = TrainConfig(arriving_inference=True, batch_size=1, ref=RefConfig(update_interval=2))
+    async with running(train) as (world, master):
+        world.weights, gate = [10.0, 10.0, 2.0, 2.0], asyncio.Event()
+        store(master, "t1", "t2")
+        master.store("t3", 3, 1, 5, version=1)
+        await master.step(["t1"], 0)
+        await master.step(["t2"], 1)  # after it the first refresh
+        await until(lambda: "t3" in master.tracker.held_by_any([2, 3], ["out"]))
+        master.store("t4", 4, 0, 5, version=1)
+        await until(lambda: "t4" in master.tracker.held_by_any([2, 3], ["out"]))
+        await master.step(["t3"], 2)
+        world.gates["ref_inf"] = [gate]
+        store(master, "t5")  # older than t4, so it may be the next to be trained
+        await until(lambda: world.ids["ref_inf"]["t5"])
+        world.weights[:2] = [13.0] * 2
+        await master.step(["t4"], 3, detached=False)  # after it the second refresh
+        await until(lambda: world.kept[0, "ref"][1] == 13.0)
+        world.begin_again(2)
+        gate.set()
+        await asyncio.wait_for(master.step(["t5"], 4), 20.0)
+        assert world.weights[2:] == [13.0] * 2
+        assert world.incarnations[2] == 1
 
 
 async def test_a_group_that_is_dropped_is_released():
@@ -290,11 +316,11 @@ async def test_parts_of_a_batch_with_groups_that_arrive(last):
         assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
-async def test_between_parts_only_groups_of_the_step_are_processed_before_a_refresh(tmp_path):
+async def test_between_parts_only_groups_of_the_step_are_processed_before_a_refresh():
     """The reference changes after each step. A batch has two groups, of which one has been trained: one more is processed."""
     train = TrainConfig(arriving_inference=True, batch_size=2, ref=RefConfig(update_interval=1))
-    async with running(train, run_dir=tmp_path) as (world, master):
-        world.weights, world.run_dir = [1.0] * 4, tmp_path
+    async with running(train) as (world, master):
+        world.weights = [1.0] * 4
         store(master, "t0")
         await master.executor.execute_part(["t0"], 0)
         store(master, "t1", "t2", "t3")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -23,26 +22,24 @@ from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
-    CommitCheckpoint,
     ExecuteMFC,
     FetchData,
+    FetchWeights,
+    KeepWeights,
     Ping,
     Redistribute,
-    ShareWeights,
-    TakeWeights,
 )
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel import FencedError
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
-from asyncrl.weights.checkpoints import shared_dir
 from tests.support.executors import executor_of
 from tests.support.memory_names import MemoryNameResolver
 from tests.support.memory_transport import MemoryTransport
 
 # When a reference ends: before it fetches its inputs, after it has computed, or before its outputs are fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
-# When a refreshed reference ends: after it has taken weights, written its new weights, or committed them
-TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
+# When a refreshed reference ends: before it has fetched weights, or afterwards
+FETCHING_WEIGHTS, HAS_WEIGHTS = "fetching weights", "has weights"
 
 
 class WorldOfGroups(World):
@@ -62,8 +59,9 @@ class WorldOfGroups(World):
         self.serving, self.servers = {}, {}
         self.weights = [float(index) for index in range(num_workers)]  # each worker's model is one number
         self.expected = None  # weights that an MFC of a detached group must compute with
-        self.written, self.files = {}, {}  # folder -> worker -> weights: written; committed
-        self.run_dir = None  # committed folders are created in it
+        self.may_fetch_weights = asyncio.Event()
+        self.may_fetch_weights.set()
+        self.kept = {}  # (worker, target) -> version and weights that the worker keeps
 
     async def serve(self, server, me):
         while True:
@@ -93,24 +91,22 @@ class WorldOfGroups(World):
             result = await self.run(body, me)
             await self.moment_detached(COMPUTED, me)
             return result
-        elif isinstance(body, ShareWeights):
-            self.written.setdefault(body.folder, {})[me] = self.weights[me]
-            await self.moment_detached(SHARED, me)
-        elif isinstance(body, CommitCheckpoint):
-            self.commit(body.folder)
-            await self.moment_detached(COMMITTED, me)
-        elif isinstance(body, TakeWeights):
-            (there,) = set(self.files[body.folder].values())
-            self.weights[me] = body.share * there + (1 - body.share) * self.weights[me]
-            await self.moment_detached(TAKEN, me)
+        elif isinstance(body, KeepWeights):
+            on_disk = float(self.worker_groups.of(self.placements[body.target].workers[0])[0])
+            _, before = self.kept.get((me, body.target), ("", on_disk))
+            mean = body.share * self.weights[me] + (1 - body.share) * before
+            self.kept[me, body.target] = body.weight_version, mean
+        elif isinstance(body, FetchWeights):
+            await self.moment_detached(FETCHING_WEIGHTS, me)
+            await self.may_fetch_weights.wait()
+            there = {self.kept[source, body.model] for source in body.sources}
+            if {version for version, _ in there} != {body.weight_version}:
+                return CallResult(unfetched=f"other weights than {body.weight_version} are kept")
+            ((_, self.weights[me]),) = there
+            await self.moment_detached(HAS_WEIGHTS, me)
         elif isinstance(body, ClearData):
             self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
         return CallResult()
-
-    def commit(self, folder):
-        assert folder not in self.files, "a folder was committed twice"
-        self.files[folder] = self.written[folder]
-        (self.run_dir / folder).mkdir(parents=True)
 
     async def fetch(self, body, me):
         await self.moment_detached(FETCHING, me)
@@ -167,7 +163,6 @@ async def running(
     rng=None,
     limit_s=LIMIT_S,
     train=None,
-    run_dir=Path("/nowhere"),
     world_of=WorldOfGroups,
 ):
     transport = MemoryTransport()
@@ -204,7 +199,7 @@ async def running(
         )
         stack.push_async_callback(client.close)
         await client.start()
-        yield world, MasterOfGroups(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
+        yield world, MasterOfGroups(world, client, tracker, limit_s, train or TrainConfig())
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
             await task  # re-raises an assertion of a worker
@@ -216,7 +211,7 @@ async def running(
 
 
 class MasterOfGroups(Master):
-    def __init__(self, world, client, tracker, limit_s, train, run_dir):
+    def __init__(self, world, client, tracker, limit_s, train):
         super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
         self.detached = DetachedGroups(
@@ -228,7 +223,7 @@ class MasterOfGroups(Master):
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1, train)
+        self.refresher = Refresher(world.placements, self.detached, self.caller, 1, train)
         self.executor = executor_of(
             world.graph,
             models,
@@ -317,8 +312,8 @@ async def test_calls_to_several_workers_are_repeated_once_all_are_back():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("moment", [TAKEN, SHARED, COMMITTED, FETCHING, COMPUTED])
-async def test_a_refreshed_reference_keeps_its_weights_in_every_incarnation(moment, share, tmp_path):
+@pytest.mark.parametrize("moment", [FETCHING_WEIGHTS, HAS_WEIGHTS, FETCHING, COMPUTED])
+async def test_a_refreshed_reference_keeps_its_weights_in_every_incarnation(moment, share):
     """Weights are numbers here: the actor's weight is its version, the reference's weight on disk is 2."""
     graph = DataflowGraph(
         [
@@ -329,9 +324,8 @@ async def test_a_refreshed_reference_keeps_its_weights_in_every_incarnation(mome
     )
     places = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
     train = TrainConfig(ref=RefConfig(update_interval=2, update_share=share))
-    async with running(graph, places, 4, [[2, 3]], train=train, run_dir=tmp_path) as (world, master):
+    async with running(graph, places, 4, [[2, 3]], train=train) as (world, master):
         world.weights = [0.0, 0.0, 2.0, 2.0]
-        world.run_dir = tmp_path
         world.ends = {(moment, number) for number in range(3)}
         world.expected = 2.0
         for version in range(1, 9):
@@ -343,10 +337,53 @@ async def test_a_refreshed_reference_keeps_its_weights_in_every_incarnation(mome
                 world.expected = share * version + (1 - share) * world.expected
             if version in (3, 6):
                 world.begin_again(2)  # with no call in flight
-        assert world.incarnations[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
+        await master.refresher.refreshed("ref")
+        assert world.incarnations[2] >= 3
         assert world.weights[2:] == [world.expected] * 2
-        kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
-        assert kept == set(master.refresher.state().values()), "a folder that is no longer needed was kept"
+
+
+async def test_a_step_is_over_before_a_reference_has_its_weights_and_its_next_call_waits_for_them():
+    graph = DataflowGraph(
+        [
+            mfc("actor_inf", "actor", ["tokens"], ["old"]),
+            mfc("ref_inf", "ref", ["tokens"], ["ref"]),
+            mfc("actor_train", "actor", ["tokens", "old", "ref"], kind="train_step"),
+        ],
+        DATASET,
+    )
+    places = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
+    train = TrainConfig(ref=RefConfig(update_interval=1))
+    async with running(graph, places, 4, [[2, 3]], train=train) as (world, master):
+        world.weights = [1.0, 1.0, 2.0, 2.0]
+        world.may_fetch_weights.clear()
+        master.store("t0", 0, 0, 5)
+        master.store("t1", 1, 1, 5)
+        await master.step(["t0"], 0, detached=False)  # it ends although no worker has fetched the weights
+        assert world.kept[0, "ref"] == world.kept[1, "ref"] == ("a0001-v00000001", 1.0)
+        world.weights[:2] = [3.0] * 2  # the next step changes them
+        world.expected = 1.0
+        stepping = asyncio.create_task(master.step(["t1"], 1, detached=False))
+        async with asyncio.timeout(LIMIT_S):
+            while num_calls(world)["actor_inf", 0] < 2:  # noqa: ASYNC110 - the state is the fake workers'
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert num_calls(world)["ref_inf", 2] == 1
+        world.may_fetch_weights.set()
+        await stepping
+        assert num_calls(world)["ref_inf", 2] == 2
+
+
+async def test_a_refresh_that_fails_ends_the_step_that_needs_the_model():
+    train = TrainConfig(ref=RefConfig(update_interval=1))
+    places = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
+    async with running(ppo_graph(), places, 5, [[2]], train=train, limit_s=0.5) as (world, master):
+        master.store("t0", 0, 0, 5)
+        master.store("t1", 1, 1, 5)
+        world.may_fetch_weights.clear()
+        await master.step(["t0"], 0, detached=False)
+        with pytest.raises(WaitTimeoutError, match=r"waited 0\.5 s for ref to fetch weights from model workers"):
+            await master.step(["t1"], 1, detached=False)
+        world.may_fetch_weights.set()
 
 
 async def test_an_error_in_a_detached_group_ends_only_its_incarnation():

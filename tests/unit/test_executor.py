@@ -51,7 +51,7 @@ def mfc(name, model, reads, writes=(), kind="inference"):
     return MFCDef(name, model.partition("@")[0], kind, "x:y", tuple(reads), tuple(writes), model)
 
 
-def trajectory(ticket, position, head, length):
+def trajectory(ticket, position, head, length, version=0):
     return TrajectoryMeta(
         ticket_id=ticket,
         locator=Locator(0, position),
@@ -61,8 +61,8 @@ def trajectory(ticket, position, head, length):
         seqlens=[length],
         response_lengths=[1],
         rewards=[0.0],
-        version_start=[0],
-        version_end=[0],
+        version_start=[version],
+        version_end=[version],
         birth_time=0.0,
     )
 
@@ -158,8 +158,8 @@ class Master:
         self.executor = executor_of(world.graph, models, self.buffer, self.tracker, self.caller, client, hooks)
         self.heads = models[0].heads
 
-    def store(self, ticket, position, head, length):
-        meta = trajectory(ticket, position, head, length)
+    def store(self, ticket, position, head, length, version=0):
+        meta = trajectory(ticket, position, head, length, version)
         assert self.buffer.put(meta).verdict == "stored"
         self.tracker.add(self.heads[head], [ticket], meta.keys)
         self.world.held[self.heads[head]].update((ticket, key) for key in meta.keys)

@@ -91,7 +91,7 @@ def after_two_steps(config: MasterWorkerConfig, opened: AsyncExitStack, clock: M
         books.write_step(metas, step_metrics(metas, books.step - 1, StepTimes(1.0, 1.0, 0.0)), {}, (0.0, 1.0))
     assert books.is_due("save")
     clock.now += 100.0
-    return books.state(evaluating=False, shared={"ref": "kept"}, mfcs={"advantages": {"kl_coef": 0.2}})
+    return books.state(evaluating=False, mfcs={"advantages": {"kl_coef": 0.2}})
 
 
 async def test_a_restarted_master_restores_its_whole_state(config, opened, clock):
@@ -107,7 +107,7 @@ async def test_a_restarted_master_restores_its_whole_state(config, opened, clock
     assert books.summary.ages == Ages(
         by_length={2: {0: 2, 1: 2}}, tails={0: 2, 1: 2}
     )  # two responses of 3 tokens a step
-    again = books.state(evaluating=False, shared=state.shared, mfcs=state.mfcs)
+    again = books.state(evaluating=False, mfcs=state.mfcs)
     assert (again.recent_rewards, again.recent_outcomes) == ([0.25, 0.5], [False, True, True, True, True])
     same = {name: getattr(state, name) for name in state.__struct_fields__}
     differ = [name for name, value in same.items() if getattr(again, name) != value]

@@ -32,6 +32,9 @@ WITH_MODELS = replace(
     ),
 )
 
+KL = TrainConfig(ppo=PPOConfig(kl_coef=0.1), dtype="bfloat16")
+FOLLOWS = replace(KL, ref=RefConfig(update_interval=1))
+
 
 def found(config, limits, devices=()):
     config = resolve(config, Facts(on_gpu=bool(devices)))
@@ -57,6 +60,10 @@ def found(config, limits, devices=()):
             ),
             16 * 1000,
         ),
+        # A reference on workers of its own; its weights are kept at the actor's ranks only if it follows the actor
+        (replace(CONFIG, allocation="external.d2+d2+ref_inf:d1", train=KL), (16 + 2) * 1000),
+        (replace(CONFIG, allocation="external.d2+d2+ref_inf:d1", train=FOLLOWS), (16 + 2 + 2) * 1000),
+        (replace(CONFIG, allocation="external.d2+d2", train=FOLLOWS), (16 + 2) * 1000),
         (WITH_MODELS, 2 * 4 * (1000 + CACHE) + 16 * 1000 + 4 * 500 + 4 * 100),
         (
             replace(WITH_MODELS, train=replace(WITH_MODELS.train, dtype="bfloat16")),

@@ -378,9 +378,10 @@ def test_invalid_recovery_fields_are_refused(config, fields, told):
 def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_replaces_it(config, run_dir, save):
     save(step=1)
     manifest = save(step=2) / "checkpoint.json"
-    manifest.write_text('{"format": 3, "files": []}')
+    manifest.write_text(f'{{"format": {FORMAT + 1}, "files": []}}')
     with pytest.raises(
-        ConfigError, match=rf"s00000002 has format 3; this is asyncrl {__version__}, which reads format 2"
+        ConfigError,
+        match=rf"s00000002 has format {FORMAT + 1}; this is asyncrl {__version__}, which reads format {FORMAT}",
     ):
         start(config, run_dir)
 

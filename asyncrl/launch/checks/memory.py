@@ -4,6 +4,8 @@ Each part of it is on one device. A part that counts at least is certain:
 
 - Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
 - Each rank of a frozen model holds its share of the weights, in train.dtype.
+- Each rank of the actor keeps its share of weights, in train.dtype and in main memory, for each model of another worker group
+  that follows the actor.
 - A generation server holds weights and KV cache, in generation.dtype. On GPUs SGLang's cache is not counted, because SGLang chooses
   the size of its cache.
 - SGLang servers of the engine external are not counted.
@@ -26,6 +28,8 @@ from asyncrl.config.processes import GenerationServerConfig, ModelConfig, ModelW
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import read_object
 from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worker_groups import WorkerGroups, gets_kept_weights
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.disk import size_text
@@ -148,9 +152,21 @@ def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str,
         remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if device else "")
         side = "training" if config.shares_devices else ""
         yield Part(f"{model.name} ({held})", share, device, remedy, side)
+    yield from _kept_parts(config, sizes)
     if config.groups is not None:  # mode=sync
         cache = sizes[config.model_path].cache_bytes(config.groups.generation)
         yield Part("KV cache", cache, device, is_least=False)
+
+
+def _kept_parts(config: ModelWorkerConfig, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
+    """The weights that this worker keeps for models of other worker groups (model/kept_weights.py)."""
+    actor, groups = config.models[0], WorkerGroups.of_config(config.worker_groups, config.worker.count)
+    if config.worker.index in actor.workers:
+        for model in config.models[1:]:
+            if gets_kept_weights(ModelPlacement.of(model), groups, config.train):
+                num_bytes = sizes[actor.path].num_parameters * DTYPE_BYTES.get(config.train.dtype, 4)
+                remedy = f"take {model.name} out of the allocation, so that it shares the actor's workers"
+                yield Part(f"weights kept for {model.name}", num_bytes / len(actor.workers), remedy=remedy)
 
 
 def _parts_of_server(config: GenerationServerConfig, devices: Sequence[str], size: ModelSize) -> Iterator[Part]:
