@@ -13,11 +13,10 @@ are refused. A model that has fetched only a part computes nothing until a later
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -37,6 +36,7 @@ from asyncrl.model.shards import Box, Holding, Move, Piece, plan_moves, plan_wri
 from asyncrl.model.tensor_exchange import exchange_holdings, holding_of, local_part, this_worker, workers_of
 from asyncrl.protocol.calls import FetchWeights, KeepWeights, KeptWeightsRequest
 from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.runtime.background import gather_or_cancel
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.weights.checkpoints import shapes
 from asyncrl.weights.update_group import dtype_of, num_bytes_of
@@ -51,8 +51,6 @@ _READ_BYTES = 1 << 18
 _DIGEST_BYTES = 8
 _ALIGNMENT = 8  # in bytes, of each part in an answer
 _ME = -1  # stands for this worker in a plan; it is none of the sources
-
-T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(KeptWeightsRequest).decode
@@ -154,13 +152,13 @@ class KeptWeights:
                 return web.Response(status=409, text=text)
             if not wanted.parts:
                 return web.Response(body=_signed(asked, bytearray(_encode(kept.holding))))
-            body = await asyncio.to_thread(_pack, kept, wanted, asked)
+            body = await asyncio.to_thread(pack, kept, wanted, asked)
         except (*DECODE_ERRORS, ValueError) as error:
             return web.Response(status=400, text=f"{error}\n")
         return web.Response(body=body)
 
 
-def _pack(kept: Kept, wanted: KeptWeightsRequest, asked: bytes) -> bytearray:
+def pack(kept: Kept, wanted: KeptWeightsRequest, asked: bytes) -> bytearray:
     """Return the body of an answer. Raises ValueError for parts that are not kept, or too many of them."""
     found = []
     for name, start, size in wanted.parts:
@@ -290,7 +288,7 @@ class KeptWeightsFetcher:
         """
         what = f"weights {body.weight_version} of {body.model}"
         places, theirs = await self._compute(partial(_places_of, engine), what)
-        answers = await _all(self._ask(worker, _request(body), what) for worker in body.sources)
+        answers = await gather_or_cancel([self._ask(worker, _request(body), what) for worker in body.sources])
         sources = {worker: _decode_holding(answer) for worker, answer in zip(body.sources, answers, strict=True)}
         held = tensors_of(sources)
         check_fit({name: piece.shape for name, piece in held.items()}, theirs)
@@ -310,7 +308,7 @@ class KeptWeightsFetcher:
                 num_bytes += size
             return num_bytes
 
-        num_bytes = sum(await _all(fetch_from(worker) for worker in body.sources))
+        num_bytes = sum(await gather_or_cancel([fetch_from(worker) for worker in body.sources]))
         del self._unfinished[body.model]
         return num_bytes
 
@@ -377,17 +375,6 @@ def _buckets(moves: Sequence[Move], dtypes: Mapping[str, torch.dtype]) -> Iterat
         filled += size
     if bucket:
         yield bucket, filled
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all. After the first error the others are cancelled, and it is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 @torch.no_grad()

@@ -34,12 +34,12 @@ from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, start_thread
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import Env
-from asyncrl.rollout.client import gather_or_cancel
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_request import IGNORABLE
 from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained
 from asyncrl.rollout.openai_turns import Turn, episodes_of
 from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls
+from asyncrl.runtime.background import gather_or_cancel
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

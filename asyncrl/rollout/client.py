@@ -18,9 +18,9 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 import aiohttp
 import msgspec
@@ -33,13 +33,12 @@ from asyncrl.protocol.manager import TRAININGS_TURN, ScheduleReply, Ticket
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
+from asyncrl.runtime.background import gather_or_cancel
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
 from asyncrl.runtime.services import Services
-
-T = TypeVar("T")
 
 _MAX_FAILURES = 4  # consecutive losses of a server without a new token; after one more the ticket is released
 _MAX_ABORTS = 256
@@ -494,24 +493,6 @@ def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
         raise _ServerLostError(f"the weight versions {meta.weight_versions} do not cover {got} tokens")
     response.add_piece(output_ids, logprobs, runs)
     return got
-
-
-async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Like gather, but the first failure, or a cancellation of the caller, cancels the others and waits for their end."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        late = [task for task in tasks if not task.done()]
-        if late:
-            for task in late:
-                task.cancel()
-            await asyncio.wait(late)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # mark it as retrieved; gather raises the first one
 
 
 class _ServerWaits:

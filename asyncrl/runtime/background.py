@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -53,3 +53,21 @@ def on_thread(function: Callable[[], T], name: str = "helper") -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Like gather, but the first failure, or a cancellation of the caller, cancels the others and waits for their end."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        late = [task for task in tasks if not task.done()]
+        if late:
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # mark it as retrieved; gather raises the first one

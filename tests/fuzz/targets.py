@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
 from asyncrl.data.sequence import SequenceSample, decode_sample, encode_sample
@@ -28,7 +29,9 @@ from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.scaling import ServerTarget
 from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
-from asyncrl.protocol.calls import CallResult, ExecuteMFC, HeldDataRequest
+from asyncrl.model.kept_weights import Kept, pack
+from asyncrl.model.shards import Box, Holding, Piece
+from asyncrl.protocol.calls import CallResult, ExecuteMFC, HeldDataRequest, KeptWeightsRequest
 from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.generation import GenerateRequest, SamplingParams
 from asyncrl.protocol.hosts import DesiredProcess, HostReport, ObservedProcess
@@ -146,6 +149,7 @@ def all_targets() -> Iterator[list[Target]]:
         yield [
             _codec(),
             *_held_data(),
+            _kept_weights(),
             *_streams(loop),
             *_channel(loop),
             *_manager(loop),
@@ -237,6 +241,19 @@ def _held_data() -> Iterator[Target]:
     yield Target("held data: request", [msgspec.msgpack.encode(asked)], read_request, (*DECODE_ERRORS, ValueError))
     told = [pack_sample(_sample(lengths)) for lengths in ((3, 2), (1,), (0, 40), (7,) * 9)]
     yield Target("held data: answer", told, run, (CodecError,))
+
+
+def _kept_weights() -> Target:
+    """Requests for weights, from model workers of other groups."""
+    boxes = {"w": Box((2, 0), (4, 3)), "b": Box((0,), (5,))}
+    pieces = {name: Piece("bfloat16", tuple(np.add(box.start, box.size).tolist()), box) for name, box in boxes.items()}
+    parts = {name: torch.zeros(box.size, dtype=torch.bfloat16) for name, box in boxes.items()}
+    kept, decode = Kept("a1-v1", Holding(0, pieces), parts), msgspec.msgpack.Decoder(KeptWeightsRequest).decode
+    wanted = ([("w", [3, 1], [2, 2])], [("b", [0], [5]), ("w", [2, 0], [4, 3])])
+    corpus = [
+        msgspec.msgpack.encode(KeptWeightsRequest(model="ref", weight_version="a1-v1", parts=each)) for each in wanted
+    ]
+    return Target("kept weights", corpus, lambda data: pack(kept, decode(data), data), (*DECODE_ERRORS, ValueError))
 
 
 def _streams(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
