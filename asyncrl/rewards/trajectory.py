@@ -21,7 +21,9 @@ from asyncrl.rewards.score import Score, answers_of
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 MAX_LOGPROB = 0.5  # a logprob is at most 0, plus the rounding error of 16-bit numbers
-ANSWERS = "words_answer"  # of Scores: the text of each response's answer, or null
+ANSWERS = (
+    "words_answer_of_score"  # the text of each response's answer, or null; from the agent to its rollout worker only
+)
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
 _TICKET_KEYS = frozenset({"task_ids", "birth_time"})
 
@@ -147,9 +149,9 @@ def build_sample(
 ) -> SequenceSample:
     """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
 
-    `words_answer` is there only if an episode has a Score, and `dense_rewards` only if one has rewards of tokens. sessions: the
-    index of each episode's session in the group, which becomes the key `sessions`; None: each episode is a session, and the key is
-    absent.
+    `words_answer_of_score` is there only if an episode has a Score, and `dense_rewards` only if one has rewards of tokens.
+    sessions: the index of each episode's session in the group, which becomes the key `sessions`; None: each episode is a session,
+    and the key is absent.
     """
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
@@ -229,13 +231,13 @@ def complete_sample(
 ) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
-    words: train.words, which the agent may set. The answers of Scores (ANSWERS) are left out unless they are among them.
+    words: train.words, which the agent may set. The answers of Scores (ANSWERS) are left out.
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
     branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
-    if ANSWERS in sample.data and ANSWERS not in words:
+    if ANSWERS in sample.data:
         sample = sample.select_keys([key for key in sample.keys if key != ANSWERS])
     if sample.num_ids != 1:
         raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")

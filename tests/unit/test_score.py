@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.reward_function import as_reward
 from asyncrl.rewards.score import Score, answers_of
 from asyncrl.rewards.trajectory import (
@@ -66,9 +67,16 @@ def test_the_answers_of_a_group_reach_its_summary_and_not_the_trainer() -> None:
     complete = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
     assert ANSWERS not in complete.data
     assert complete.data["rewards"].tolist() == [1.0, 0.25]
-    kept = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, words=[ANSWERS])
-    assert kept.words(ANSWERS) == [["7", None]]
     assert sample_answers(build_sample("s", [_episode(1.0)])) == []
+
+
+def test_words_of_an_agents_own_are_no_answers() -> None:
+    """They may be any objects, and need not be what the response answers."""
+    own = SequenceSample.from_groups(["s"], [{"words_answer": [{"steps": 3}, 4]}])
+    sample = build_sample("s", [_episode(1.0), _episode(0.0)]).update(own)
+    assert sample_answers(sample) == []
+    kept = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, words=["words_answer"])
+    assert kept.words("words_answer") == [[{"steps": 3}, 4]]
 
 
 def test_a_session_has_the_answer_of_its_last_sequence() -> None:
