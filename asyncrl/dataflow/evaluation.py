@@ -28,9 +28,8 @@ class EvaluationResult:
     version_min: int  # of the sampled tokens; -1 without one
     version_max: int
     task: str = ""  # "": all prompts of the part
-    at_k: Mapping[str, Estimate] = field(
-        default_factory=dict
-    )  # pass@1, majority@4, ...: k up to the number of responses
+    # pass@1, majority@4, ...: k up to the number of responses
+    at_k: Mapping[str, Estimate] = field(default_factory=dict)
     no_majority: str = ""  # why majority@k is absent, although prompts have several responses
 
 

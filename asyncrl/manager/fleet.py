@@ -528,9 +528,8 @@ class Fleet:
 
     async def _load(self, update: Update, side: ManagerSide) -> None:
         url, version = update.url, str(update.version)
-        if (
-            self._files_url or not self._shares_devices
-        ):  # servers that share devices see the files, if they need not fetch them
+        # Servers that share devices with the trainer see its files, unless they fetch weights
+        if self._files_url or not self._shares_devices:
             await side.prepare(update)
         if self._shares_devices:
             await self.calls.post(f"{url}/resume_memory_occupation", b"{}")

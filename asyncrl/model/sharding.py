@@ -397,10 +397,9 @@ class TensorRanks:
 
     def gather(self, part: Tensor) -> Tensor:
         """[1, T / m, ...] of each rank -> [1, T, ...]. The gradient of a rank's part is the sum of the ranks' gradients."""
-        if torch.is_autocast_enabled(
-            part.device.type
-        ):  # half the bytes; what computes on whole rows would cast them, too
-            part = part.to(torch.get_autocast_dtype(part.device.type))
+        device = part.device.type
+        if torch.is_autocast_enabled(device):  # half the bytes; what computes on whole rows would cast them, too
+            part = part.to(torch.get_autocast_dtype(device))
         return _Gather.apply(part, self.group)  # type: ignore[no-untyped-call, no-any-return]
 
     def gather_results(self, part: Tensor) -> Tensor:
