@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_runs import DETERMINISTIC, LEARNABLE, final_weights
+from whole_runs import DETERMINISTIC, LEARNABLE
 
 from asyncrl.testing.runs import launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
+from tests.support.replays import final_weights
 
 STEPS, BATCH, LIMIT_S = 9, 6, 300.0
 SETTINGS = [

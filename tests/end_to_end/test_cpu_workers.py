@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
+from tests.support.replays import final_weights
 
 pytestmark = pytest.mark.timeout(900)
 

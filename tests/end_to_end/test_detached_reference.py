@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed, starting
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed, starting
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.checkpoints import checkpoint_dir
 from asyncrl.weights.lineage import audit
+from tests.support.replays import final_weights
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.release]
 

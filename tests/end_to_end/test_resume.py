@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed
 
 from asyncrl.cli import main as cli
 from asyncrl.cli.curves import read_runs
@@ -32,6 +32,7 @@ from asyncrl.testing.runs import (
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints
 from asyncrl.weights.lineage import audit
+from tests.support.replays import final_weights
 
 pytestmark = pytest.mark.timeout(900)
 

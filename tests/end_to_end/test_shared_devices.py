@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import BATCH, ROOT, STEPS, final_weights, launch_sorter, launch_synchronous, starting, trained_events
+from whole_runs import BATCH, ROOT, STEPS, launch_sorter, launch_synchronous, starting, trained_events
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, journal, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
@@ -26,6 +26,7 @@ from tests.support.replays import (
     AHEAD,
     LOGPROB_ERROR,
     check_versions_of_tokens,
+    final_weights,
     largest_difference,
     recording_of_lineage,
     trained_apart,

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole_runs import DETERMINISTIC, LEARNABLE, assert_each_prompt_trained_once, final_weights, resumed
+from whole_runs import DETERMINISTIC, LEARNABLE, assert_each_prompt_trained_once, resumed
 
 from asyncrl.testing.runs import launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
+from tests.support.replays import final_weights
 
 pytestmark = pytest.mark.timeout(600)
 

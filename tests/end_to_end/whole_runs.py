@@ -100,10 +100,6 @@ def resumed(run_dir: Path, *overrides: str) -> RunHandle:
     return RunHandle([sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), *overrides], run_dir)
 
 
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
-
-
 _JUDGE = """\
 import asyncio
 from pathlib import Path

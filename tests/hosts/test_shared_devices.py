@@ -4,7 +4,6 @@ import re
 import signal
 
 import pytest
-import torch
 from hosts_run import status_of
 from safetensors.torch import load_file
 
@@ -12,11 +11,11 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.runs import assert_nothing_left, journal, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import tensor_files
 from tests.support.replays import (
     AHEAD,
     LOGPROB_ERROR,
     check_versions_of_tokens,
+    final_weights,
     largest_difference,
     recording_of_lineage,
     trained_apart,
@@ -25,10 +24,6 @@ from tests.support.replays import (
 pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 LIMIT_S = 400
 STEPS = 10
-
-
-def final_weights(run_dir) -> dict[str, torch.Tensor]:
-    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
 def test_each_hosts_devices_are_shared_and_the_updates_equal_those_on_devices_of_their_own(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,11 +15,19 @@ from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 
 
 def placement(name: str, grid: str, workers: list[int] | None = None) -> ModelPlacement:
     parsed = ParallelGrid.parse(grid)
     return ModelPlacement(name, parsed, tuple(workers if workers is not None else range(parsed.size)))
+
+
+def three_layers(folder: Path) -> str:
+    """Make a tiny model with three layers and an odd number of words. Returns its path."""
+    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
+    make_tiny_model(folder, tokenizer=tokenizer, hidden_size=24, intermediate_size=54, num_layers=3)
+    return str(folder)
 
 
 def shard(

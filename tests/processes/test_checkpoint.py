@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharded_models import placement, shard, united
+from sharded_models import placement, shard, three_layers, united
 
 from asyncrl.model import checkpoint
 from asyncrl.model.checkpoint import CheckpointError
@@ -19,7 +19,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.versions import WrittenFile
-from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.form import WeightsError
 from tests.support.rank_processes import RankError, RankProcesses
 
@@ -34,10 +34,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
-    make_tiny_model(path, tokenizer=tokenizer, hidden_size=24, intermediate_size=54, num_layers=3)
-    return str(path)
+    return three_layers(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_models import placement, shard, united
+from sharded_models import placement, shard, three_layers, united
 
 from asyncrl.config.processes import ModelConfig, WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
@@ -24,7 +24,6 @@ from asyncrl.protocol.calls import FetchWeights, KeepWeights
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import listen_routes
-from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from tests.support.rank_processes import RankProcesses
 
 LIMIT_S = 100.0
@@ -38,10 +37,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
-    make_tiny_model(path, tokenizer=tokenizer, hidden_size=24, intermediate_size=54, num_layers=3)
-    return str(path)
+    return three_layers(tmp_path_factory.mktemp("model"))
 
 
 def wait_for(path: Path) -> str:

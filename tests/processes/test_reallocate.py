@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded_models import placement, shard, united
+from sharded_models import placement, shard, three_layers, united
 
 from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.shards import ShardError
-from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from asyncrl.testing.tiny import make_tiny_model
 from tests.support.rank_processes import RankError, RankProcesses
 
 MAX_BYTES = 3000
@@ -24,10 +24,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
-    make_tiny_model(path, tokenizer=tokenizer, hidden_size=24, intermediate_size=54, num_layers=3)
-    return str(path)
+    return three_layers(tmp_path_factory.mktemp("model"))
 
 
 def weights(path: str, change: float) -> dict[str, torch.Tensor]:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory, recording_dir, step_of
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import version_dir
+from asyncrl.weights.versions import tensor_files, version_dir
 
 LOGPROB_ERROR = 1e-4  # of a float32 engine against a plain forward pass
 # A tiny run with responses long enough to be interrupted, and versions that differ
@@ -27,6 +28,10 @@ AHEAD = (
     "record.trajectories=true",
     "eval.prompts=null",
 )
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
 def recording_of_lineage(run_dir: Path, folder: Path) -> list[Trajectory]:
