@@ -93,6 +93,7 @@ def reward(prompt, completion, answer):
 """
 
 
+@pytest.mark.full
 def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
     """Two data ranks generate with the weights of an actor that two tensor ranks train. The run has two epochs of seven prompts."""
     config = make_tiny_run(tmp_path, num_prompts=7)
@@ -116,6 +117,7 @@ def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
         assert min(record["actor/grad_norm"] for record in steps) > 0
 
 
+@pytest.mark.full
 def test_too_many_rejections_end_the_run(tmp_path: Path) -> None:
     config = make_tiny_run(tmp_path, num_prompts=100)
     (tmp_path / "reward.py").write_text("def reward(prompt, completion, answer):\n    return float('nan')\n")

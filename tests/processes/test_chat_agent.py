@@ -175,6 +175,7 @@ async def test_a_session_has_one_reward_for_each_answer(endpoint: ChatEndpoint) 
         await collect(Missing, endpoint, group_size=1)
 
 
+@pytest.mark.full
 async def test_200_sessions_start_in_turns_of_their_own(endpoint: ChatEndpoint) -> None:
     """Each session makes an openai client, which takes 22 ms of CPU. The loop's other work runs in between."""
     turns = 0

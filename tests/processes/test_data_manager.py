@@ -89,6 +89,7 @@ def move_and_compare(rank: int, seeds: list[int]) -> list[int]:
     return sent
 
 
+@pytest.mark.full
 def test_what_is_needed_arrives_as_it_was(ranks):
     seeds = list(range(25))
     sent = np.array(ranks.run(move_and_compare, seeds)).sum(0)

@@ -339,6 +339,7 @@ def test_callbacks_may_use_the_resolver_cancel_and_fail(
 # ------------------------------------------------------------------------------------------------------------------ leases
 
 
+@pytest.mark.full
 def test_entries_expire_when_nobody_refreshes(open_session: OpenSession, root: str) -> None:
     names, other = open_session(), open_session()
     recorder = Recorder()

@@ -65,6 +65,7 @@ def configs(folder: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.full
 def test_check_accepts_each_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for config in configs(folder):
         assert main(["check", str(config)]) == 0, capsys.readouterr().out
