@@ -126,7 +126,8 @@ def test_a_placed_process_binds_to_its_host_and_sees_only_its_gpus():
 
 
 def placement_of(allocation, *hosts):
-    return Placement(hosts, hosts[0].name, Allocation.parse(allocation))
+    """The hosts are filled in the other order than devices are counted."""
+    return Placement(hosts[::-1], hosts[0].name, Allocation.parse(allocation), [host.name for host in hosts])
 
 
 def where(places, kind):

@@ -58,11 +58,13 @@ class Placement:
     """The place of each process. No process has a place on a host that is lost: `place` then finds places for its processes on
     other hosts."""
 
-    def __init__(self, hosts: Iterable[Host], first: str, allocation: Allocation | None = None) -> None:
-        """hosts: in the order in which devices are counted. first: name of the launcher's own host, on which processes that do not
-        compute are placed. allocation: it may name devices."""
+    def __init__(
+        self, hosts: Iterable[Host], first: str, allocation: Allocation | None = None, counted: Sequence[str] = ()
+    ) -> None:
+        """hosts: in the order in which they are filled. first: name of the launcher's own host, on which processes that do not
+        compute are placed. allocation: it may name devices, which are counted over the hosts in the order `counted`."""
         self._hosts = {host.name: host for host in hosts}
-        self._first = first
+        self._first, self._counted = first, counted
         self._allocation = allocation if allocation is not None and allocation.generation_devices is not None else None
         self._devices = NamedDevices(self._allocation.num_devices if self._allocation is not None else 0)
         self._places: dict[str, Place] = {}
@@ -144,11 +146,12 @@ class Placement:
         numbers = named_devices(spec, self._allocation) if self._allocation is not None else range(0)
         if not numbers:
             return None
-        places = self._devices.places({host.name: host.gpus for host in self._hosts.values()})
+        here = {name: self._hosts[name].gpus for name in self._counted if name in self._hosts}
+        places = self._devices.places(here)
         missing = [number for number in numbers if number not in places]
         what = f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
         if missing:
-            gpus = ", ".join(f"{host.name}: {len(host.gpus)}" for host in self._hosts.values())
+            gpus = ", ".join(f"{name}: {len(names)}" for name, names in here.items())
             raise PlacementError(f"{spec.name} needs {what}, counted over all hosts from 0; GPUs: {gpus}")
         names = dict.fromkeys(places[number].host for number in numbers)
         if len(names) > 1:

@@ -179,7 +179,7 @@ class RemoteProcessPool(Pool):
         self._reports: dict[str, HostReport] = {}  # by host, observed and not processed yet
         self._known: dict[str, HostRecord] = {}  # by host, processed
         self._noticed: dict[str, int] = {}  # by host daemon: number of the last notice shown
-        self._placement = Placement([], own_host, allocation_of(config))
+        self._placement = Placement([], own_host, allocation_of(config), config.hosts)
         self._num_started = 0
         try:
             service.watch_checked(self._names.host_daemons(), self._observe_daemon)
@@ -317,7 +317,9 @@ class RemoteProcessPool(Pool):
             del self._known[name]
             how = f"was lost with its host {name}" + (", because its host daemon was restarted" if now else "")
             self._lose(name, before, how)
-        for name in self._config.hosts:  # in this order devices are counted
+        # The launcher's host is filled last. Model workers are placed after servers, so they are near it, where the gserver manager
+        # reads their weights
+        for name in sorted(self._config.hosts, key=lambda host: host == self._own_host):
             if (record := daemons.get(name)) is not None and name not in self._known:
                 self._known[name] = record
                 self._placement.add(Host(name, record.address, tuple(record.gpus), record.cores, record.memory_bytes))
