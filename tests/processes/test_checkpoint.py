@@ -20,6 +20,7 @@ from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.versions import WrittenFile
 from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights.checkpoints import FORMAT
 from asyncrl.weights.form import WeightsError
 from tests.support.rank_processes import RankError, RankProcesses
 
@@ -270,8 +271,10 @@ def test_an_average_that_the_checkpoint_does_not_have_begins_with_the_actor(mode
 def test_a_newer_format_is_said(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
-    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": 3}))
-    with pytest.raises(CheckpointError, match=r"has format 3; this is asyncrl .*, which reads format 2"):
+    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": FORMAT + 1}))
+    with pytest.raises(
+        CheckpointError, match=rf"has format {FORMAT + 1}; this is asyncrl .*, which reads format {FORMAT}"
+    ):
         checkpoint.verify(tmp_path / "c")
 
 
