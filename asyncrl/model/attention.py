@@ -4,10 +4,10 @@ Registered with transformers as `asyncrl_packed`. Load a model with attn_impleme
 forward pass; transformers passes the segments on to every layer. transformers builds no mask for an implementation it does not know
 and would drop a given attention_mask, so pass none. Without segments every row of the batch is one sequence.
 
-On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel if the kernel supports the device and the head width
-(_has_varlen). Otherwise, sequences of similar length become the rows of a rectangle, padded to the rectangle's width, and run
-through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it. architectures/attention.py finds
-the window or chunk of each layer, and computes the rectangles.
+On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel (FlashAttention) if it supports the device and the
+layer (why_rectangles). Otherwise, sequences of similar length become the rows of a rectangle, padded to the rectangle's width,
+and run through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it.
+architectures/attention.py finds the window or chunk of each layer, and computes the rectangles.
 
 Shapes: T tokens, H query heads, K key heads, D width of a key, V of a value, S sequences, B rows of a rectangle, W its width, P
 places in all rectangles.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from asyncrl.architectures.attention import Pattern, attend, pattern_of
+from asyncrl.architectures.attention import LayerAttention, Pattern, attend, pattern_of
 from asyncrl.model.kernels import has_flash_attention
 
 NAME = "asyncrl_packed"
@@ -40,16 +41,17 @@ _SLACK = 4
 
 
 def _find_varlen() -> Any:
-    """Return torch's kernel for sequences of varying length; None before torch 2.10, or if this torch's kernel has no windows or no
-    grouped-query attention."""
+    """Return torch's kernel for sequences of varying length; None before torch 2.11, whose kernel is the first with windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys() else None
+    return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
 
 
 _varlen_attn = _find_varlen()
+# torch 2.11 gives grouped heads to FlashAttention without asking; later versions want to be told
+_asks_for_gqa = _varlen_attn is not None and "enable_gqa" in signature(_varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -141,31 +143,51 @@ def packed_attention(
         raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]} rows")
     num_tokens, num_all = segments.num_tokens, query.shape[2]
     query_THD, key_TKD, value_TKV = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
-    compute = _varlen if _has_varlen(query, value, terms) else _in_rectangles
+    why = why_rectangles(
+        query.device,
+        query.dtype,
+        (query.shape[-1], value.shape[-1]),
+        terms.pattern,
+        softcap=softcap is not None,
+        sinks=s_aux is not None,
+    )
+    compute = _in_rectangles if why else _varlen
     output_THV = compute(query_THD, key_TKD, value_TKV, segments, terms)
     return pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
 
 
-def _has_varlen(query: Tensor, value: Tensor, terms: _Terms) -> bool:
-    """Whether FlashAttention's kernel supports this device, this dtype, these widths and terms."""
-    width = query.shape[-1]
-    return (
-        _varlen_attn is not None
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and width <= 256
-        and width % 8 == 0
-        and value.shape[-1] == width
-        and not terms.pattern.chunk
-        and terms.softcap is None
-        and terms.sinks is None
-        and has_flash_attention(query.device)
-    )
+def why_rectangles(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], pattern: Pattern, *, softcap: bool, sinks: bool
+) -> str:
+    """Why attention of this kind runs in rectangles; "" if it runs in the varlen kernel. widths: of a key and of a value."""
+    width, value_width = widths
+    reasons = {
+        f"the device is {device.type}, not a GPU with FlashAttention": not has_flash_attention(device),
+        f"torch {torch.__version__} has no varlen kernel with windows": _varlen_attn is None,
+        f"the dtype is {str(dtype).removeprefix('torch.')}": dtype not in (torch.float16, torch.bfloat16),
+        f"keys have {width} numbers and values {value_width}": width > 256 or width % 8 != 0 or value_width != width,
+        "attention is limited to chunks": bool(pattern.chunk),
+        "scores have a soft cap": softcap,
+        "heads have sinks": sinks,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def kernels_text(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel of each layer, for the log."""
+    found = []
+    for layer in layers:
+        widths = (layer.key_width, layer.value_width)
+        why = why_rectangles(device, dtype, widths, layer.pattern, softcap=layer.has_softcap, sinks=layer.has_sinks)
+        found.append(f"rectangles ({why})" if why else f"torch {torch.__version__}'s varlen kernel")
+    return ", ".join(f"{text} in {len(list(same))} of {len(layers)} layers" for text, same in groupby(sorted(found)))
 
 
 def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.num_tokens:
         return query_THD
     window = terms.pattern.window
+    gqa = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _asks_for_gqa else {}
     output_THV: Tensor = _varlen_attn(
         query_THD,
         key_TKD,
@@ -176,7 +198,7 @@ def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Seg
         segments.max_length,
         scale=terms.scaling,
         window_size=(window - 1, 0) if window else (-1, 0),  # (left, right); the left count excludes the token itself
-        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        **gqa,
     )
     return output_THV
 

@@ -32,12 +32,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
-from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
+from asyncrl.architectures.attention import LayerAttention, backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
+from asyncrl.model.attention import kernels_text
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -135,13 +136,16 @@ class TrainEngine:
         """Dtype of the computation; None if it is the dtype of the weights."""
         return self.dtype if self._float32 and self.dtype != torch.float32 else None
 
+    def _log_kernels(self, layers: Sequence[LayerAttention]) -> None:
+        logger.info("attention: %s", kernels_text(layers, self.device, self.dtype))
+
     def _load_whole(
         self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, weights: sharding.WeightSource
     ) -> Stage:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
-            read_attention(whole, model.path)
+            self._log_kernels(read_attention(whole, model.path))
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -169,7 +173,7 @@ class TrainEngine:
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
-            read_attention(skeleton.model, model.path)
+            self._log_kernels(read_attention(skeleton.model, model.path))
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()

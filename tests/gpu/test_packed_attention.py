@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.architectures.attention import CAUSAL
 from asyncrl.model import attention
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.packing import Packed
@@ -53,6 +54,11 @@ def test_values_and_gradients_are_those_of_the_cpu(dtype, tolerance, window):
 
 
 def test_16_bits_take_the_varlen_kernel():
-    query = torch.zeros(1, 4, 8, 16, device="cuda")
-    assert attention._has_varlen(query.bfloat16())
-    assert not attention._has_varlen(query)
+    """This torch has the kernel. A torch whose kernel went unnoticed would train in rectangles, several times slower."""
+
+    def why(dtype: torch.dtype) -> str:
+        device = torch.device("cuda", 0)
+        return attention.why_rectangles(device, dtype, (128, 128), CAUSAL, softcap=False, sinks=False)
+
+    assert why(torch.bfloat16) == why(torch.float16) == ""
+    assert "float32" in why(torch.float32)

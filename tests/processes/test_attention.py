@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.architectures.attention import CAUSAL, LayerAttention, Pattern
 from asyncrl.model import attention
+from asyncrl.model.attention import Segments
 from asyncrl.model.packing import Packed
 from asyncrl.testing.tiny import ARCHITECTURES, make_tiny_model
 
@@ -203,3 +205,58 @@ def test_two_packed_rows_are_refused():
     query = torch.zeros(2, 2, 4, 8)
     with pytest.raises(ValueError, match="one packed row, not 2"):
         attention.packed_attention(torch.nn.Module(), query, query, query, None, segments=attention.Segments.of([4]))
+
+
+GPU = torch.device("cuda")
+WIDTHS = (128, 128)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The choice of kernels is that of a GPU with FlashAttention; nothing is computed."""
+    monkeypatch.setattr(attention, "has_flash_attention", lambda device: device.type == "cuda")
+
+
+def kernel(dtype=torch.bfloat16, widths=WIDTHS, pattern=CAUSAL, softcap=False, sinks=False, device=GPU) -> str:
+    return attention.why_rectangles(device, dtype, widths, pattern, softcap=softcap, sinks=sinks)
+
+
+def test_the_reason_for_rectangles_is_named(on_gpu):
+    assert kernel() == kernel(pattern=Pattern(window=16)) == ""
+    assert "float32" in kernel(torch.float32)
+    assert "keys have 192 numbers and values 128" in kernel(widths=(192, 128))
+    assert "keys have 12 numbers" in kernel(widths=(12, 12))
+    assert "chunks" in kernel(pattern=Pattern(chunk=8))
+    assert "soft cap" in kernel(softcap=True)
+    assert "sinks" in kernel(sinks=True)
+    assert "cpu" in kernel(device=torch.device("cpu"))
+
+
+def test_the_log_names_the_kernel_of_each_layer(on_gpu):
+    def layer(number: int, sinks: bool) -> LayerAttention:
+        return LayerAttention(
+            number, CAUSAL, num_key_heads=2, key_width=64, value_width=64, has_softcap=False, has_sinks=sinks
+        )
+
+    layers = [layer(number, sinks=number == 1) for number in range(3)]
+    text = attention.kernels_text(layers, GPU, torch.bfloat16)
+    kernel_name = f"torch {torch.__version__}'s varlen kernel"
+    assert text == f"rectangles (heads have sinks) in 1 of 3 layers, {kernel_name} in 2 of 3 layers"
+
+
+@pytest.mark.parametrize("asks_for_gqa", [True, False])
+def test_grouped_heads_reach_kernels_with_and_without_that_argument(on_gpu, monkeypatch, asks_for_gqa):
+    """torch 2.11's kernel has no such argument, and takes grouped heads without it."""
+    given = {}
+
+    def varlen(query, key, value, *_, **named):
+        given.update(named)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+    monkeypatch.setattr(attention, "_varlen_attn", varlen)
+    monkeypatch.setattr(attention, "_asks_for_gqa", asks_for_gqa)
+    monkeypatch.setattr(attention, "has_flash_attention", lambda device: True)
+    query, key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 16, dtype=torch.bfloat16)
+    output, _ = attention.packed_attention(torch.nn.Module(), query, key, key, None, segments=Segments.of([2, 3]))
+    assert output.shape == (1, 5, 4, 16)
+    assert given.get("enable_gqa") is (True if asks_for_gqa else None)
