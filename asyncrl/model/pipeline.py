@@ -261,10 +261,13 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
 
 
 def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
-    """Run forward only. Returns the outputs of each micro-batch on the last stage, else nothing. Collective over the stages."""
+    """Run forward only. Returns the outputs of each micro-batch on the last stage, else nothing. Collective over the stages.
+
+    A stage keeps the hidden states of one micro-batch beside those that it computes, however many micro-batches there are.
+    """
     results: list[Outputs] = []
     stages, at = (mesh.group_that_splits(LAYERS), mesh.parts[LAYERS]) if mesh is not None else (None, 0)
-    sent: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must stay alive until it is sent
+    sending: tuple[dist.Work, Tensor] | None = None  # a tensor must stay alive until it is sent
     for i in range(len(stage.micro_batches)):
         number = torch.tensor([[i]])
         if mesh is None or stage.is_first:
@@ -273,13 +276,18 @@ def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
             hidden = _hidden(stage, stage.device)
             dist.recv(hidden, group=stages, group_src=at - 1)
             outputs = stage(hidden, number)
+            del hidden
         if mesh is None or stage.is_last:
             results.append(outputs)
-        else:
-            sent.append((dist.isend(outputs, group=stages, group_dst=at + 1), outputs))
-    for work, _ in sent:
+            continue
+        if sending is not None:
+            sending[0].wait()
+        work = dist.isend(outputs, group=stages, group_dst=at + 1)
         assert work is not None
-        work.wait()
+        sending = work, outputs
+        del outputs
+    if sending is not None:
+        sending[0].wait()
     return results
 
 

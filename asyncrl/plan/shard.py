@@ -272,8 +272,8 @@ class _PlannedMFC:
     """One MFC. Its costs and its peaks follow from two runs.
 
     Costs are linear in the numbers of micro-batches and of minibatches. The peak of a train step is that of two micro-batches (with
-    a pipeline: of one more than stages), which more do not exceed. Inference keeps the outputs of all micro-batches, and a stage
-    those that it sends on, so the peak of each moment is linear.
+    a pipeline: of one more than stages), which more do not exceed. Inference keeps the outputs of all micro-batches of the last
+    stage, so the peak of each moment is linear.
     """
 
     def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -547,6 +548,28 @@ def test_no_recomputed_graph_outlives_the_step(ranks, paths):
     ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(TRAIN, gradient_checkpointing=True))
     assert ranks.run(graphs_left, "m2", cell, num_ranks=2) == [0, 0]
+
+
+def sent_and_alive(rank: int, grid: str, cell: Cell) -> tuple[int, int]:
+    """(Micro-batches of an inference, the most outputs of earlier ones that are in memory when the next one begins)."""
+    engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
+    storages: list[StorageWeakRef] = []
+    alive: list[int] = []
+    engine.module.register_forward_pre_hook(lambda *_: alive.append(sum(not storage.expired() for storage in storages)))
+    engine.module.register_forward_hook(
+        lambda _, __, made: storages.append(StorageWeakRef((made if rank < 2 else made[0]).untyped_storage()))
+    )
+    infer(engine, sample)
+    return len(alive), max(alive)
+
+
+def test_a_stage_frees_the_hidden_states_that_it_has_sent(ranks, paths):
+    ranks.run(make_meshes)
+    cell = Cell(paths["untied"], train=replace(TRAIN, max_tokens_per_mb=max(LENGTHS)))
+    (first, kept), (_, kept_by_second), (last, results) = ranks.run(sent_and_alive, "p3", cell, num_ranks=3)
+    assert first == last > 3
+    assert kept == kept_by_second == 1  # the one that is on its way
+    assert results == last - 1  # results stay
 
 
 @pytest.mark.parametrize("grid", ["d2", "p2m2"])

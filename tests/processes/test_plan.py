@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, TrainConfig
-from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training
+from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training, run_tasks
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.plan_accuracy import Case, compare, tasks_of
@@ -136,3 +137,15 @@ def test_a_run_is_planned_from_its_config(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(PlanError, match=r"actor, stage 0 .* cannot be planned: .*model_path"):
         plan_training(config, device_type="cuda")
+
+
+def test_inference_of_a_pipeline_needs_less_than_training_however_many_micro_batches_it_has(model: Path) -> None:
+    """A stage keeps one hidden state that is on its way, not all that it sends."""
+    case = Case("qwen2", "p2", "actor", True, 1, 4, LENGTHS)
+    few, many = (run_tasks(tasks_of(replace(case, micro_batches=count), model))[0] for count in (4, 64))
+    of_few, of_many = ({step.mfc: step for step in plan.steps} for plan in (few, many))
+    tokens = of_many["actor_inf"].tokens - of_few["actor_inf"].tokens
+    assert tokens == 60 * sum(LENGTHS)
+    ids_and_places, hidden_state = 48, 64 * 4  # bytes of a token; the batch's ids stay on the device
+    assert of_many["actor_inf"].peak - of_few["actor_inf"].peak <= ids_and_places * tokens < hidden_state * tokens
+    assert of_many["actor_inf"].peak < of_many["actor_train"].peak
