@@ -68,19 +68,21 @@ def run(name: str, *, quick: bool, baselines: bool) -> Outcome:
     command = [sys.executable, str(HERE / COMMANDS[name][0]), *COMMANDS[name][1:], *options]
     began = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    late = ""
     try:
-        output, _ = process.communicate(timeout=_QUICK_LIMIT_S if quick else _LIMIT_S)
+        output, errors = process.communicate(timeout=_QUICK_LIMIT_S if quick else _LIMIT_S)
     except subprocess.TimeoutExpired:
-        output = f"{name} did not end within its time limit"
+        late = f"{name} did not end within its time limit; "
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)  # a benchmark ends its own processes on SIGTERM
-            output, _ = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=60)
     seconds = time.monotonic() - began
-    if process.returncode:
-        return Outcome(name, {}, seconds, f"exit code {process.returncode}\n" + "\n".join(output.splitlines()[-20:]))
+    if late or process.returncode:
+        said = "\n".join((output + errors).splitlines()[-20:])
+        return Outcome(name, {}, seconds, f"{late}exit code {process.returncode}\n{said}")
     return Outcome(name, json.loads(output.splitlines()[-1]), seconds)
 
 
