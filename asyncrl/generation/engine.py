@@ -48,6 +48,7 @@ class WeightsRefused(ValueError):
         self.error_class = error_class
 
 
+CLOSING = "the server is closing"
 _SLEEPS = "the server sleeps: training uses its devices"
 
 
@@ -591,7 +592,7 @@ class GenerationEngine(ABC, Generic[P]):
 
     def _check_alive(self) -> None:
         if self._closing:
-            raise EngineUnavailable("the server is closing")
+            raise EngineUnavailable(CLOSING)
         if self._asleep:
             raise EngineUnavailable(_SLEEPS)
         if (failure := self.failure) is not None:

@@ -38,6 +38,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
+    CLOSING,
     EngineArguments,
     EngineFailed,
     EngineRequest,
@@ -238,7 +239,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
         if self._closing:
             return
         self._closing, had_some = True, bool(self._running)
-        self._fail_all(EngineUnavailable("the server is closing"))
+        self._fail_all(EngineUnavailable(CLOSING))
         # Abort the requests: an external server would go on generating, and our own server may take long to end
         if had_some and self._failure is None:
             with contextlib.suppress(SGLangError):
@@ -460,13 +461,16 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
         """Abort the request with this key at SGLang; "": all requests.
 
         Repeats the abort, because an abort that arrives before its request has no effect. Waits until all of `requests` have ended.
-        Returns False if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died.
+        Returns False if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died, and EngineUnavailable if the
+        engine closes meanwhile: no task is left then that would see them end.
         """
         ends = [pending.ended for pending in requests]
         deadline = self._clock.monotonic() + _ABORT_LIMIT_S
         while left := [ended for ended in ends if not ended.is_set()]:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
+            if self._closing:
+                raise EngineUnavailable(CLOSING)
             if self._clock.monotonic() > deadline:
                 return False
             with contextlib.suppress(SGLangError):

@@ -126,8 +126,11 @@ class SGLangClient:
         self.url = url
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:  # aiohttp would raise RuntimeError, which callers do not expect
+            raise SGLangError(f"the connection to {self.url} is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -139,6 +142,7 @@ class SGLangClient:
         return self._session
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 

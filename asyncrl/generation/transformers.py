@@ -50,6 +50,7 @@ from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
 from asyncrl.generation.engine import (
+    CLOSING,
     EngineArguments,
     EngineFailed,
     EngineRequest,
@@ -438,7 +439,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._closing = True
         await self._opened.aclose()
         self._control.shutdown(wait=False)
-        self._fail_all(EngineUnavailable("the server is closing"))
+        self._fail_all(EngineUnavailable(CLOSING))
 
     async def _stop(self) -> None:
         await self._let_go()

@@ -1,4 +1,4 @@
-"""The order in which an engine has SGLang release its memory and take it again, with a fake server.
+"""The order in which an engine has SGLang release its memory and take it again, and its end, with a fake server.
 
 A CPU has no memory saver, so the release of a real server frees nothing there. The order matters: SGLang 0.5.23 dies of a release
 while a request ends, and of a resume without a release.
@@ -6,7 +6,8 @@ while a request ends, and of a resume without a release.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class FakeSGLang:
         self.busy = 0  # flushes that find a request that has not ended
         self.broken = False
         self.refusal = 0  # status of answers to /generate; 0: they are empty
+        self.holds = False  # /generate is not answered
+        self.aborted = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         name = request.path.removeprefix("/")
@@ -47,6 +50,10 @@ class FakeSGLang:
             return web.json_response({"timestamp": "", "version": "", "loads": []})
         if name == "generate" and self.refusal:
             return web.Response(status=self.refusal, text="told so")
+        if name == "generate" and self.holds:
+            await asyncio.Event().wait()
+        if name == "abort_request":
+            self.aborted.set()
         self.calls.append(name)
         if name == "flush_cache" and self.busy:
             self.busy -= 1
@@ -61,7 +68,7 @@ class FakeSGLang:
 async def attached(fake: FakeSGLang, model: Path, *, asleep: bool = False) -> AsyncIterator[SGLangEngine]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # a held /generate never ends
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -143,3 +150,31 @@ async def test_a_refusal_of_sglang_has_the_class_of_its_status(
             await engine.submit(EngineRequest("r", [1, 2], SamplingParams(max_new_tokens=4)))
         assert (engine.failure is not None) == ends
         assert not ends or "check generation.urls and generation.api_key_file" in str(engine.failure)
+
+
+@pytest.mark.parametrize("call", [lambda engine: engine.abort("r"), lambda engine: engine.abort_all()])
+async def test_an_abort_that_is_repeated_ends_when_the_engine_closes(
+    model: Path, call: Callable[[SGLangEngine], Awaitable[object]]
+) -> None:
+    fake = FakeSGLang()
+    fake.holds = True
+    async with attached(fake, model) as engine:
+        await engine.start()
+        engine._version = WeightVersion(1, 0)
+        response = engine.submit(EngineRequest("r", [1, 2], SamplingParams(max_new_tokens=4)))
+        aborting = asyncio.ensure_future(call(engine))
+        async with asyncio.timeout(10):
+            await fake.aborted.wait()
+            await engine.close()
+            with pytest.raises(EngineUnavailable, match="closing"):
+                await aborting
+            with pytest.raises(EngineUnavailable, match="closing"):
+                await response
+
+
+async def test_a_call_to_sglang_after_the_close_is_an_error_of_the_engine(model: Path) -> None:
+    async with attached(FakeSGLang(), model) as engine:
+        await engine.start()
+        await engine.close()
+        with pytest.raises(EngineFailed, match="closed"):
+            await engine._flush()
