@@ -65,6 +65,7 @@ class PromptCursor:
             raise ValueError(f"num_prompts is {num_prompts} and num_epochs is {num_epochs}; both must be at least 1")
         self.num_prompts = num_prompts
         self.num_epochs = num_epochs
+        self.before = Locator(num_epochs, 0)  # only prompts before this one are issued
         # A start cursor may point one past an epoch's last prompt: it means the first prompt of the next epoch.
         self._next = start if start.position < num_prompts else Locator(start.epoch + 1, 0)
         self._skipped = {locator for locator in done if locator >= self._next}
@@ -74,7 +75,7 @@ class PromptCursor:
     @property
     def exhausted(self) -> bool:
         """Whether no prompt is left to issue. A lost ticket puts its prompt back, and then one is left again."""
-        return not self._again and self._next.epoch >= self.num_epochs
+        return not self._again and self._next >= min(self.before, Locator(self.num_epochs, 0))
 
     @property
     def num_again(self) -> int:

@@ -2,9 +2,9 @@
 
 A train ticket is granted while the gate (admission.py) has room and a server of the newest served version has room for a group
 (else refused: `no_server`, `servers_full`, or `updating` while other servers still load that version). Other refusals: `not_ready`
-(the ledger is not `settled`), `exhausted` (no prompt is left, or the master has asked to stop) and `rejections_unseen` (there are
-too many rejections that the master has not recorded). A ticket is live from its grant until the master reports it as `consumed`,
-or until it is rejected, released or lost. The ledger keeps every live ticket.
+(the ledger is not `settled`), `exhausted` (no prompt is left, the master has ordered no further ones, or it has asked to stop) and
+`rejections_unseen` (there are too many rejections that the master has not recorded). A ticket is live from its grant until the
+master reports it as `consumed`, or until it is rejected, released or lost. The ledger keeps every live ticket.
 
 Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute values, not
 changes, except `consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side
@@ -39,6 +39,7 @@ from asyncrl.protocol.manager import (
     LedgerView,
     MasterReport,
     MovedTicket,
+    Order,
     RejectedPrompt,
     RolloutResult,
     ScheduleReply,
@@ -169,6 +170,7 @@ class Ledger:
 
     def _reset(self) -> None:
         """Reset the state that belongs to one attempt of the training side."""
+        self._order: Order | None = None
         self._cursor: PromptCursor | None = None  # None: the master has not reported yet which prompts are done
         self._live: dict[str, _Live] = {}
         self._by_prompt: dict[Locator, str] = {}
@@ -462,6 +464,7 @@ class Ledger:
         if report.trained_version > self.trained_version:
             self.trained_version = report.trained_version
             self.revision += 1
+        self._take_order(report.order)
         for ticket_id in report.consumed:
             self._consume(ticket_id)
         for ticket_id in report.stored:
@@ -473,6 +476,13 @@ class Ledger:
             self._num_forgotten += 1
         if report.stop and not self._stopped:
             self._stopped = True
+            self.revision += 1
+
+    def _take_order(self, order: Order | None) -> None:
+        """Issue the prompts that the step wants. A report that was delivered late has an earlier order, which is ignored."""
+        assert self._cursor is not None
+        if order is not None and (self._order is None or self._order.before < order.before):
+            self._order, self._cursor.before = order, order.before
             self.revision += 1
 
     def view(self) -> LedgerView:
@@ -612,6 +622,7 @@ class Ledger:
         head = min(heads, key=lambda head: (self._live_of_head[head], head))
         self._num_train_tickets += 1
         nonce = f"{self._nonce}_{self._num_train_tickets}"
+        order = self._order or Order(before=locator)
         ticket_id = self._seal.seal(TicketId(self.attempt, locator, issue, min_version, head, nonce))
         ticket = Ticket(
             ticket_id=ticket_id,
@@ -624,6 +635,8 @@ class Ledger:
             server_url=server.url,
             head=head,
             issue=issue,
+            group_size=order.group_size,
+            max_new_tokens=order.max_new_tokens,
         )
         live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens)
         self.servers.granted(server.name, live.expected_tokens)

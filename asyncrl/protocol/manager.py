@@ -9,6 +9,14 @@ from msgspec import Struct
 from asyncrl.protocol.trajectories import GroupSummary, Locator
 
 
+class Order(Struct, frozen=True, kw_only=True):
+    """What the train step that runs or comes next wants generated. A later order of an attempt has a later prompt in `before`."""
+
+    before: Locator  # train tickets are for prompts before this one
+    group_size: int = 0  # responses of each prompt; 0: rollout.group_size
+    max_new_tokens: int = 0  # of each response; 0: rollout.sampling.max_new_tokens
+
+
 class Ticket(Struct, frozen=True, kw_only=True):
     """Permission to roll out one prompt. A prompt that is handed out again gets a new ticket."""
 
@@ -25,6 +33,8 @@ class Ticket(Struct, frozen=True, kw_only=True):
     eval_id: str = ""
     eval_set: str = ""  # name of the evaluation set (config/schema.py: evaluation_sets)
     eval_mode: Literal["", "greedy", "sampled"] = ""
+    group_size: int = 0  # as in Order
+    max_new_tokens: int = 0
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
@@ -160,6 +170,7 @@ class MasterReport(Struct, frozen=True, kw_only=True):
     stop: bool = False  # the run needs no more rollouts: admit no more prompts
     # Shared devices: which side may use them. In training's turns the generation servers sleep. "": no devices are shared
     turn: Literal["", "generation", "training"] = ""
+    order: Order | None = None  # null: the steps do not order their prompts, and all prompts may be issued
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
@@ -179,7 +190,8 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     known: bool
     revision: int
     served_version: int  # -1: no server serves yet
-    exhausted: bool  # every prompt of every epoch is done, live or rejected, so the manager issues no more tickets
+    # Every prompt of every epoch, or of the order, is done, live or rejected, so the manager issues no more tickets
+    exhausted: bool
     live: list[TicketView]
     rejected: list[RejectedPrompt]  # in order, from rejected_seen on
     servers: list[ServerView]

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -73,16 +74,33 @@ class Task:
         modes: dict[tuple[str, str], tuple[SamplingConfig, int]] = {("", TRAIN): (rollout.sampling, rollout.group_size)}
         for eval_set, chosen in sets.items():
             modes |= {(eval_set, mode): found for mode, found in eval_sampling(chosen, rollout).items()}
+
+        def make(sampling: SamplingConfig, group_size: int) -> Agent | ChatAgent:
+            made: Agent | ChatAgent = agent_class(
+                tokenizer=tokenizer, sampling=sampling, group_size=group_size, **config.agent_args
+            )
+            return made
+
+        self._train, self._make = modes["", TRAIN], make
         # By evaluation set and mode
-        self.agents: Mapping[tuple[str, str], Agent | ChatAgent] = {
-            mode: agent_class(tokenizer=tokenizer, sampling=sampling, group_size=group_size, **config.agent_args)
-            for mode, (sampling, group_size) in modes.items()
-        }
+        self.agents: Mapping[tuple[str, str], Agent | ChatAgent] = {mode: make(*how) for mode, how in modes.items()}
+        self._ordered = self._train, self.agents["", TRAIN]  # the newest order's sampling and group size, and its agent
 
     def close(self) -> None:
         """End the processes of the task's reward."""
         if self._reward is not None:
             self._reward.close()
+
+    def agent_for(self, ticket: Ticket) -> Agent | ChatAgent:
+        """The agent of the ticket's mode. That of a train ticket has the sampling and the group size that the step has ordered."""
+        if ticket.kind == "eval":
+            return self.agents[ticket.eval_set, ticket.eval_mode]
+        sampling, group_size = self._train
+        longest = ticket.max_new_tokens or sampling.max_new_tokens
+        wanted = (replace(sampling, max_new_tokens=longest), ticket.group_size or group_size)
+        if wanted != self._ordered[0]:
+            self._ordered = wanted, self._make(*wanted)
+        return self._ordered[1]
 
     def make_env(self, prompt: Prompt) -> Env:
         """A fresh environment for one prompt."""
@@ -307,8 +325,8 @@ class Rollouts:
         self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
         """Make the environment and run the agent. Both may be a user's classes, so every error here counts as the agent's."""
-        agent = task.agents[route.ticket.eval_set, route.ticket.eval_mode or TRAIN]
         try:
+            agent = task.agent_for(route.ticket)
             env = task.make_env(prompt)
             try:
                 if isinstance(agent, ChatAgent):

@@ -21,6 +21,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.prompts import Prompt, PromptSource
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.protocol.manager import Ticket
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected
@@ -390,6 +391,28 @@ async def test_tasks_are_numbered_by_name_and_have_an_agent_for_each_set_and_mod
     }
     sample, _ = await collect(chess.agents["", "greedy"], chess.make_env(PROMPT), lambda _: ("4", True))
     assert sample.data["rewards"].tolist() == [1.5]
+
+
+def test_the_agent_of_a_ticket_has_the_size_that_the_step_orders() -> None:
+    def ticket(**fields: Any) -> Ticket:
+        about = {
+            "ticket_id": "t",
+            "kind": "train",
+            "locator": Locator(0, 0),
+            "attempt": 1,
+            "min_version": 0,
+            "deadline": 0,
+        }
+        return Ticket(**{**about, "server": "s", "server_url": "", "head": 0, **fields})
+
+    task = make_table(rollout_config(default=TaskConfig(reward=f"{__name__}:right"))).of(PROMPT)
+    whole = task.agent_for(ticket())
+    assert whole is task.agents["", TRAIN]
+    ordered = task.agent_for(ticket(group_size=2, max_new_tokens=5))
+    assert (ordered.group_size, ordered.sampling) == (2, replace(whole.sampling, max_new_tokens=5))
+    assert task.agent_for(ticket(group_size=2, max_new_tokens=5)) is ordered
+    assert task.agent_for(ticket(group_size=2)).sampling == whole.sampling
+    assert task.agent_for(ticket(kind="eval", eval_set="many", eval_mode="sampled")).group_size == 5
 
 
 def test_a_prompt_of_an_unknown_task_is_rejected() -> None:

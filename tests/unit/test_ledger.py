@@ -23,6 +23,7 @@ from asyncrl.protocol.manager import (
     HeartbeatRequest,
     LedgerView,
     MasterReport,
+    Order,
     RolloutResult,
     ScheduleReply,
     ScheduleRequest,
@@ -1023,3 +1024,75 @@ def test_room_is_an_upper_bound_of_the_grants(max_concurrent: int, num_evals: in
     assert 0 < len(granted) <= room
     assert desk.ledger.room(desk.now) == 0
     assert desk.ledger.refusal(desk.now) in ("capacity", "staleness")
+
+
+# ------------------------------------------------------------------------------------------------- orders of train steps
+
+
+def ordered(position: int, epoch: int = 0, **how: int) -> Order:
+    return Order(before=Locator(epoch, position), **how)
+
+
+def test_only_ordered_prompts_are_issued_with_the_size_that_is_ordered() -> None:
+    desk = Desk(eta=0)
+    assert desk.report(order=ordered(0)).exhausted  # the step has not ordered yet
+    assert desk.ask(4).refusal == "exhausted"
+    revision = desk.ledger.revision
+    assert not desk.report(order=ordered(3, group_size=2, max_new_tokens=7)).exhausted
+    assert desk.ledger.revision > revision  # waiting requests are tried again
+    tickets = desk.ask(100).tickets
+    assert locators(tickets) == [(0, 0), (0, 1), (0, 2)]
+    assert {(ticket.group_size, ticket.max_new_tokens) for ticket in tickets} == {(2, 7)}
+    assert desk.report(order=ordered(3, group_size=2, max_new_tokens=7)).exhausted
+
+
+def test_the_same_order_again_and_an_older_one_change_nothing() -> None:
+    """Reports may arrive twice, and late."""
+    desk = Desk(eta=0)
+    desk.report(order=ordered(2, group_size=2))
+    tickets = desk.take(2)
+    revision = desk.ledger.revision
+    for late in (ordered(2, group_size=2), ordered(1, group_size=3), ordered(0), None):
+        assert desk.report(order=late).exhausted
+    assert desk.ledger.revision == revision
+    desk.finish(tickets[0], outcome="released", reason="x")
+    (again,) = desk.ask(4).tickets
+    assert (again.locator, again.issue, again.group_size) == (Locator(0, 0), 2, 2)
+
+
+def test_orders_go_on_into_the_next_epoch_and_end_with_the_last_one() -> None:
+    desk = Desk(eta=0, register=False)
+    desk.report(full=True, num_prompts=3, order=ordered(3))
+    assert locators(desk.take(3)) == [(0, 0), (0, 1), (0, 2)]
+    assert desk.report(order=ordered(3)).exhausted
+    desk.report(order=ordered(1, epoch=1))
+    assert locators(desk.ask(100).tickets) == [(1, 0)]
+    desk.report(order=ordered(9, epoch=9), revoke=[])
+    desk.ledger.gate = Gate(batch_size=100, eta=0, max_concurrent=100)
+    assert locators(desk.ask(100).tickets) == [(1, 1), (1, 2)]
+    assert desk.ask(100).refusal == "exhausted"
+
+
+def test_a_new_manager_has_the_order_from_the_full_report() -> None:
+    old = Desk(eta=0)
+    old.report(order=ordered(3, group_size=2))
+    held, lost, _ = old.take(3)
+    desk = successor(eta=0)
+    assert not desk.report(full=True, order=ordered(3, group_size=2)).settled
+    desk.beat(held)
+    desk.now += 20.0
+    tickets = desk.ask(100).tickets
+    assert locators(tickets) == [(0, 1), (0, 2)]
+    assert {ticket.group_size for ticket in tickets} == {2}
+    assert lost.ticket_id not in ids(tickets)
+
+
+def test_a_new_attempt_begins_with_its_own_order() -> None:
+    desk = Desk(eta=0)
+    desk.report(order=ordered(50, group_size=5))
+    desk.attempt = 2
+    desk.report(full=True, order=ordered(2, group_size=3))  # of a checkpoint with fewer steps
+    desk.serve(0, attempt=2)
+    tickets = desk.ask(100).tickets
+    assert locators(tickets) == [(0, 0), (0, 1)]
+    assert {ticket.group_size for ticket in tickets} == {3}
