@@ -149,6 +149,13 @@ class _Runner(ModelRunner):
     sampling_args: _SamplingArgs
     plan_dtype: torch.dtype | None  # None: another attention implementation is used
 
+    def compute_batch(self, model: Any, batch_data: Any) -> None:
+        """The inputs of a pass are written on the thread's stream, the pass runs on a stream of its own. Without this wait, which
+        transformers lacks, a pass can read the inputs of the pass before."""
+        if (stream := self.inputs_and_outputs.compute_stream) is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        super().compute_batch(model, batch_data)
+
     def _forward_process_and_sample(
         self,
         model: Any,

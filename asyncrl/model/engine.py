@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
-from asyncrl.architectures.attention import LayerAttention, backbone_name, backbone_of, read_attention
+from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
@@ -102,6 +102,7 @@ class TrainEngine:
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
+        self.attention = ""  # the kernel of each layer, for the log
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self._float32 = self.trainable or model.float32
@@ -136,16 +137,13 @@ class TrainEngine:
         """Dtype of the computation; None if it is the dtype of the weights."""
         return self.dtype if self._float32 and self.dtype != torch.float32 else None
 
-    def _log_kernels(self, layers: Sequence[LayerAttention]) -> None:
-        logger.info("attention: %s", kernels_text(layers, self.device, self.dtype))
-
     def _load_whole(
         self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, weights: sharding.WeightSource
     ) -> Stage:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
-            self._log_kernels(read_attention(whole, model.path))
+            self.attention = kernels_text(read_attention(whole, model.path), self.device, self.dtype)
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -173,7 +171,7 @@ class TrainEngine:
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
-            self._log_kernels(read_attention(skeleton.model, model.path))
+            self.attention = kernels_text(read_attention(skeleton.model, model.path), self.device, self.dtype)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()

@@ -49,6 +49,7 @@ def load_checked(
 ) -> TrainEngine:
     """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError."""
     engine = TrainEngine(model, train, mesh=mesh, device=device)
+    logger.info("attention of %s: %s", model.name, engine.attention)
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)

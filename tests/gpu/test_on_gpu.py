@@ -1,5 +1,7 @@
 """A GPU gives the same numbers as a CPU: one update of the training engine, one response of the embedded generation engine."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -55,23 +57,31 @@ def test_an_update_is_the_same(model_path):
         torch.testing.assert_close(weights["cuda"][name], tensor, rtol=0, atol=1e-4)
 
 
-async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path, dtype):
+    """64 requests at once: each pass has inputs of many requests, which the pass before it did not have."""
     version = WeightVersion(1, 0)
     path = version_dir(tmp_path, "actor", version)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     write_version(path, tensors, source_dir=model_path, version=version)
-    engine = TransformersEngine(EngineArguments(model_path, GenerationConfig(), eos_token_ids=[0]), device="cuda")
+    config = GenerationConfig(dtype=dtype)
+    engine = TransformersEngine(EngineArguments(model_path, config, eos_token_ids=[0]), device="cuda:0")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 64, length).tolist() for length in rng.integers(3, 40, 64)]
+    requests = [
+        EngineRequest(f"r{number}", prompt, SamplingParams(max_new_tokens=24 + number % 8, ignore_eos=True))
+        for number, prompt in enumerate(prompts)
+    ]
     await engine.start()
     try:
         await engine.load_weights(path, version)
-        prompt = [5, 6, 7, 8]
-        request = EngineRequest("r", prompt, SamplingParams(max_new_tokens=24, ignore_eos=True))
-        generated = await engine.submit(request)
+        responses = await asyncio.gather(*map(engine.submit, requests))
     finally:
         await engine.close()
-    tokens = list(generated.token_ids)
-    with torch.no_grad():
-        rows = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1], dim=-1)
-    expected = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
-    np.testing.assert_allclose(generated.logprobs, expected, atol=1e-3)
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens = list(response.token_ids)
+        with torch.no_grad():
+            rows = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1], dim=-1)
+        expected = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        np.testing.assert_allclose(response.logprobs, expected, atol=1e-3 if dtype == "float32" else 0.05)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from asyncrl.config.schema import GenerationConfig
+from asyncrl.generation import transformers as embedded
 from asyncrl.generation.engine import (
     EngineArguments,
     EngineFailed,
@@ -712,3 +714,22 @@ async def test_a_dead_generation_thread_is_noticed(store: Store, monkeypatch: py
         assert isinstance(engine.failure, MemoryError)
         with pytest.raises(EngineUnavailable, match="no room"):
             engine.submit(EngineRequest("b", [1], SamplingParams()))
+
+
+def test_a_pass_waits_for_its_inputs(monkeypatch):
+    """On a GPU, inputs are written on the thread's stream, and a pass runs on another one."""
+    events: list[object] = []
+
+    class Stream:
+        device = "cuda:0"
+
+        def wait_stream(self, stream: object) -> None:
+            events.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of inputs on {device}")
+    monkeypatch.setattr(embedded.ModelRunner, "compute_batch", lambda self, model, batch_data: events.append("pass"))
+    runner = object.__new__(embedded._Runner)
+    for stream in (Stream(), None):  # None: on a CPU
+        runner.inputs_and_outputs = SimpleNamespace(compute_stream=stream)
+        runner.compute_batch(None, {})
+    assert events == ["stream of inputs on cuda:0", "pass", "pass"]
