@@ -71,6 +71,10 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
+_ALLOCATOR = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)  # settings of torch's allocator: the name, and its older one
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def plan(
     run = _Run(resolved, attempt, num_prompts, resume)
     processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
-    specs = [_spec(process, config.train.torch_threads) for process in processes]
+    specs = [_spec(process, config.train.torch_threads, on_gpu=bool(devices)) for process in processes]
     if not devices or config.cluster != "local":  # on several hosts the launcher's placement chooses the GPUs
         return specs
     if run.allocation.generation_devices is not None:
@@ -467,7 +471,7 @@ def _take(slots: Iterator[str], count: int) -> list[str]:
     return list(dict.fromkeys(itertools.islice(slots, count)))
 
 
-def _spec(process: ProcessConfig, torch_threads: int) -> ProcessSpec:
+def _spec(process: ProcessConfig, torch_threads: int, *, on_gpu: bool) -> ProcessSpec:
     kind = process.worker.kind
     engine = process.engine if isinstance(process, GenerationServerConfig) else ""
     computes = kind == "model_worker" or traits_of(engine).starts_servers
@@ -475,6 +479,14 @@ def _spec(process: ProcessConfig, torch_threads: int) -> ProcessSpec:
     threads = torch_threads if computes else 1
     if threads:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    on_cpu = isinstance(process, ModelWorkerConfig) and process.on_cpu
+    uses_allocator = (
+        kind == "model_worker" or traits_of(engine).is_embedded
+    )  # SGLang's memory saver refuses the setting
+    if on_gpu and uses_allocator and not on_cpu and not any(name in os.environ for name in _ALLOCATOR):
+        env[_ALLOCATOR[0]] = (
+            "expandable_segments:True"  # each micro-batch has another length: fixed segments would fragment
+        )
     return ProcessSpec(process.worker.name, kind, process, computes, env)
 
 

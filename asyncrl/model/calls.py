@@ -30,6 +30,7 @@ from asyncrl.model.first_step import FirstStep
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface, Stats, StepTotals
 from asyncrl.model.kept_weights import KeptWeights, KeptWeightsFetcher
+from asyncrl.model.out_of_memory import OutOfDeviceMemory
 from asyncrl.model.process_group import ProcessGroup
 from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
@@ -130,7 +131,10 @@ class Calls:
             call = await server.receive()
             self._board.progress()
             async with call.answering_errors():
-                await self._execute(call)
+                try:
+                    await self._execute(call)
+                except torch.OutOfMemoryError as error:
+                    raise self._out_of_memory(call.body, error) from error
 
     async def _execute(self, call: Call) -> None:
         """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""
@@ -149,6 +153,11 @@ class Calls:
             await exporter.commit_checkpoint(call, body)
         else:
             await self._execute_here(call)
+
+    def _out_of_memory(self, body: object, error: Exception) -> OutOfDeviceMemory:
+        call = body.mfc if isinstance(body, ExecuteMFC) else type(body).__name__
+        where = next(filter(None, (engine.where for engine in self.engines.values())), "")
+        return OutOfDeviceMemory(call, where, self._config.train, error)
 
     async def _execute_here(self, call: Call) -> None:
         """Execute a call of a kind that does not overlap later calls: it is complete and answered when this returns."""

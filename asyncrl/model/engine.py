@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class TrainEngine:
         float32 weights keep small updates. A frozen model is loaded in train.dtype itself, except a moving average (model.float32).
         """
         self.train = train
-        self._max_tokens = train.max_tokens_per_mb
+        self._inference_tokens = train.max_tokens_per_mb  # per micro-batch; less once memory has run out
         self.optimizer_config = model.optimizer
         self.kind = model.kind
         self.trainable = model.trainable
@@ -235,8 +236,10 @@ class TrainEngine:
         if kind != self.kind:
             raise RuntimeError(f"a model of kind {self.kind!r} has no {OUTPUT_NAMES[kind][0]}")
         self.onload()
-        work = self._set_up(sample, min_count=0 if self._mesh is None else 1, temperature=temperature)
-        outputs = run_micro_batches(self.module, self._mesh)
+        forward = partial(self._forward, sample, temperature)
+        done = forward() or forward(is_last_try=True)
+        assert done is not None
+        work, outputs = done
         self.module.micro_batches = ()
         self._reshard()
         if work.batch is None or not self.is_last_stage:
@@ -249,14 +252,48 @@ class TrainEngine:
                 result[places] = self._values_of(found.float(), np.zeros(len(places), np.float32))
         return result
 
+    def _forward(
+        self, sample: SequenceSample | None, temperature: float, *, is_last_try: bool = False
+    ) -> tuple[Work, list[Outputs]] | None:
+        """Run forward on all micro-batches. None: memory ran out, and the next try, with half of the tokens, may fit. Results do
+        not depend on the micro-batches. The other ranks of several would wait in a collective of this try: there it fails."""
+        min_count = 0 if self._mesh is None else 1
+        work = self._set_up(sample, min_count=min_count, temperature=temperature, budget=self._inference_tokens)
+        try:
+            return work, run_micro_batches(self.module, self._mesh)
+        except torch.OutOfMemoryError as error:
+            newest = work.plan[self.module.newest]
+            if is_last_try or self._mesh is not None or len(newest.sequences) < 2:
+                raise
+            self._inference_tokens = newest.num_tokens // 2  # of later calls, too: only one of them loses time
+            logger.warning(
+                "%s: %s. Inference goes on with %d tokens per micro-batch; its results stay the same",
+                self.where,
+                error,
+                self._inference_tokens,
+            )
+            return None  # the handler's end frees the tensors of this try
+
     # ------------------------------------------------------------------------------------------------------ micro-batches
 
-    def _set_up(self, sample: SequenceSample | None, *, min_count: int, temperature: float) -> Work:
+    @property
+    def where(self) -> str:
+        """The micro-batch that this rank computes, for people; "" outside of one."""
+        stage = self.module
+        if not stage.micro_batches:
+            return ""
+        tokens, sequences = stage.micro_batches[stage.newest].num_tokens, len(stage.lengths[stage.newest])
+        number = f"micro-batch {stage.newest + 1} of {len(stage.micro_batches)}"
+        return f"{number} ({tokens:,} tokens in {sequences} sequence{'s' * (sequences > 1)})"
+
+    def _set_up(
+        self, sample: SequenceSample | None, *, min_count: int, temperature: float, budget: int | None = None
+    ) -> Work:
         """Give the stage its micro-batches: the same number on all data ranks, and with a pipeline all of one length, which the
-        tensor ranks divide evenly."""
+        tensor ranks divide evenly. budget: tokens of a micro-batch; None: train.max_tokens_per_mb."""
         batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
         lengths = batch.lengths if batch is not None else ()
-        budget = self._max_tokens
+        budget = budget or self.train.max_tokens_per_mb
         plan = plan_micro_batches(lengths, budget, min_count=min_count)
         count = self._largest(len(plan))
         if count > len(plan):
@@ -275,7 +312,7 @@ class TrainEngine:
             of_sequences.append(own)
         self.module.micro_batches = packed
         self.module.lengths = of_sequences
-        self.module.temperature = temperature
+        self.module.temperature, self.module.newest = temperature, 0
         return Work(batch, plan)
 
     def _largest(self, count: int) -> int:

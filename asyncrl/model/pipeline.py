@@ -95,6 +95,7 @@ class Stage(nn.Module):
         self._chunk_tokens = chunk_tokens
         self.micro_batches: Sequence[Packed] = ()  # of the current step
         self.lengths: Sequence[Sequence[int]] = ()  # of the sequences of each micro-batch
+        self.newest = 0  # the micro-batch whose forward pass began last
         self.temperature = 1.0
         self.logits = Logits()
 
@@ -107,7 +108,8 @@ class Stage(nn.Module):
         H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states. With m tensor
         ranks, hidden states are those of the rank's own T' / m tokens, also between stages."""
         number = x if number is None else number
-        packed = self.micro_batches[int(number)]
+        self.newest = int(number)
+        packed = self.micro_batches[self.newest]
         with self.autocast():
             inputs = {"input_ids": packed.input_ids} if self.is_first else {"inputs_embeds": x}
             hidden_1TH: Tensor = backbone_of(self.model)(

@@ -32,6 +32,9 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     version: str = ""
     error: str = ""
     fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
+    recurs_as: str = (
+        ""  # a failure that a restart is likely to repeat: the third of this name within six hours ends the run
+    )
     notes: list[str] = []  # what the user should know as long as it holds; the terminal shows each once
     restarts: int = 0  # how often the launcher has restarted this worker
     host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in

@@ -48,6 +48,7 @@ class StatusBoard:
         self.version = ""
         self.error = ""
         self.fatal = False
+        self.recurs_as = ""
         self.notes: list[str] = []  # as in WorkerStatus
 
     def enter(self, state: State) -> None:
@@ -110,6 +111,7 @@ class StatusBoard:
             version=self.version,
             error=self.error,
             fatal=self.fatal,
+            recurs_as=self.recurs_as,
             notes=self.notes,
             memory_bytes=peak_memory_bytes(),
             collectives=self.collectives(),

@@ -101,6 +101,7 @@ class Worker:
             self.board.enter("error")
             self.board.error = error_text(shown)[-_MAX_ERROR_CHARS:]
             self.board.fatal = outlives_restart(shown)
+            self.board.recurs_as = getattr(shown, "recurs_as", "")
             raise
         finally:
             reporting.cancel()

@@ -43,6 +43,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.out_of_memory import OutOfDeviceMemory
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
@@ -429,6 +430,33 @@ async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_pat
                 await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"], parts=[["nowhere"]]))
             with pytest.raises(ValueError, match="disagree"):
                 await asyncio.wait_for(main, LIMIT_S)
+
+
+async def test_too_little_memory_on_a_gpu_is_named_with_advice(memory, tmp_path, model_path):
+    def fail(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is"
+        )
+
+    worker = SeenWorker(worker_config(memory, tmp_path, model_path), memory_system())
+    main = asyncio.create_task(worker.main())
+    with open_names(memory) as resolver:
+        async with outside(resolver, 1) as world:
+            await world.push(*trajectory("t"))
+            for mfc in build_dataflow(TRAIN).order[:-1]:
+                await world.call(ExecuteMFC(mfc=mfc, version=0, ids=["t"], parts=[["t"]]))
+            worker.calls.engines["actor"].model.model.layers[0].register_forward_pre_hook(fail)
+            with pytest.raises(RemoteCallError, match="OutOfDeviceMemory"):
+                await world.call(ExecuteMFC(mfc="actor_train", version=0, ids=["t"], parts=[["t"]]))
+            with pytest.raises(OutOfDeviceMemory) as raised:
+                await asyncio.wait_for(main, LIMIT_S)
+    tokens = trajectory("t")[1].data["packed_input_ids"].size
+    assert str(raised.value) == (
+        f"out of GPU memory in actor_train, micro-batch 1 of 1 ({tokens} tokens in 3 sequences): CUDA out of memory. Tried to "
+        "allocate 2.00 GiB.\nUse train.max_tokens_per_mb=50 or train.gradient_checkpointing=true, or more ranks in the "
+        "allocation. `asyncrl-launch plan` of this config counts its memory and names changes that fit"
+    )
+    assert worker.board.snapshot().recurs_as == "out of GPU memory in actor_train"
 
 
 @pytest.mark.parametrize("folder", ["../precious", "link"])

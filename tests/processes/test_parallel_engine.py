@@ -572,6 +572,26 @@ def test_a_stage_frees_the_hidden_states_that_it_has_sent(ranks, paths):
     assert results == last - 1  # results stay
 
 
+def tries_without_memory(rank: int, grid: str, cell: Cell) -> int:
+    engine, tries = make_engine(grid, cell.path, cell.kind, cell.train), 0
+
+    def fail(*_):
+        nonlocal tries
+        tries += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    next(iter(engine.model.model.layers)).register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        infer(engine, make_sample(cell.lengths))
+    return tries
+
+
+def test_inference_of_several_ranks_is_not_repeated_when_memory_runs_out(ranks, paths):
+    """A rank that begins again would meet the others in another collective."""
+    ranks.run(make_meshes)
+    assert ranks.run(tries_without_memory, "d2", Cell(paths["untied"]), num_ranks=2) == [1, 1]
+
+
 @pytest.mark.parametrize("grid", ["d2", "p2m2"])
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks, paths, grid):
     outcomes = run(ranks, grid, [Cell(paths["tied"], poison=0)])[0]

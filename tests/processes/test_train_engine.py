@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -286,6 +288,55 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["lr"] == 1e-3
     assert stats["skipped_steps"] == 0
     assert stats["grad_norm"] > 1  # the comparison covers clipping
+
+
+def run_out_of_memory(engine: TrainEngine, tokens: int) -> list[int]:
+    """From now on the GPU "has room" for this many tokens in a micro-batch. Returns the list of micro-batches that are tried."""
+    tried: list[int] = []
+
+    def check(_, arguments):
+        tried.append(arguments[0].shape[1])
+        if tried[-1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine.model.model.layers[1].register_forward_pre_hook(check)
+    return tried
+
+
+@pytest.mark.parametrize("kind", ["lm", "reward"])
+def test_inference_that_runs_out_of_memory_gives_the_same_with_half_of_the_tokens(model_path, tmp_path, caplog, kind):
+    if kind == "reward":
+        config = AutoConfig.from_pretrained(model_path, num_labels=1)
+        AutoModelForSequenceClassification.from_pretrained(model_path, config=config).save_pretrained(tmp_path)
+    engine = make_engine(model_path if kind == "lm" else tmp_path, kind=kind, trainable=kind == "lm")
+    infer, sample = partial(engine.logprobs, temperature=0.7) if kind == "lm" else engine.scores, make_sample()
+    expected = infer(sample)
+    caplog.clear()
+    tried = run_out_of_memory(engine, 40)
+    np.testing.assert_allclose(infer(sample), expected, rtol=0, atol=1e-6)
+    assert tried[0] > 40 >= max(tried[1:])
+    (warning,) = [record.message for record in caplog.records]
+    assert re.match(rf"micro-batch 1 of \d+ \({tried[0]} tokens in \d sequences\): CUDA out of memory", warning)
+    tried.clear()
+    infer(sample)  # does not try again what has failed
+    assert 0 < max(tried) <= 40
+    assert engine.where == ""
+
+
+def test_inference_that_cannot_be_made_smaller_fails_and_so_does_training(model_path):
+    engine, sample = make_engine(model_path), make_sample()
+    tried = run_out_of_memory(engine, 10)  # half of the tokens are still too many
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.logprobs(sample, temperature=1.0)
+    assert len(tried) == 2
+    one = make_sample(num_groups=1, group_size=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.logprobs(one, temperature=1.0)
+    assert len(tried) == 3  # a single sequence is not tried again
+    assert engine.where == f"micro-batch 1 of 1 ({one.data['packed_input_ids'].size} tokens in 1 sequence)"
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_step(sample, policy_gradient(50.0), temperature=1.0, lr_step=0)
+    assert len(tried) == 4  # a train step is not repeated
 
 
 def test_an_offloaded_model_has_no_memory_and_trains_on_as_if_it_had_stayed(

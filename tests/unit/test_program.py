@@ -1,8 +1,10 @@
 """The process plan: the models, MFCs, workers and GPUs that an allocation gives to each process."""
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.cli.commands.common import process_objects
 from asyncrl.config import schema as configs
@@ -95,6 +97,34 @@ def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     assert [given[f"model_worker/{index}"] for index in range(3)] == ["2", "3", "4"]
     more = server_spec(1, config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
     assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_the_allocator_of_processes_with_gpus_has_expandable_segments_unless_the_user_chose_other_settings(
+    config_of, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def with_it(allocation: str, devices: str) -> list[str]:
+        specs = plan(config_of(f"allocation={allocation}"), attempt=1, num_prompts=64, devices=list(devices))
+        return [spec.name for spec in specs if spec.env.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True"]
+
+    assert with_it("transformers.d1+d2+advantages:cpu1", "0123") == [
+        "generation_server/0",
+        "model_worker/0",
+        "model_worker/1",
+    ]
+    assert with_it("sglang.d1+d2", "0123") == ["model_worker/0", "model_worker/1"]  # its memory saver refuses them
+    assert with_it("transformers.d1+d2", "") == []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:512")
+            assert with_it("transformers.d1+d2", "0123") == []
+
+
+def test_torch_reads_the_setting_under_this_name():
+    header = Path(torch.__file__).parent / "include/c10/cuda/CUDAAllocatorConfig.h"
+    assert 'get_env("PYTORCH_ALLOC_CONF")' in header.read_text()
 
 
 def test_a_further_server_beside_named_gpus_gets_those_after_them(config_of):

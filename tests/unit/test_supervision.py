@@ -161,6 +161,28 @@ def test_an_end_that_would_recur_fails_the_run() -> None:
     assert isinstance(decide(Supervision(0), end("rollout_worker/0")), EndRun)
 
 
+def test_a_failure_that_a_restart_repeats_ends_the_run_the_third_time() -> None:
+    def failed(mfc: str, name: str = "model_worker/1") -> End:
+        return End(name, "failed", f"cause {mfc}", could_run=True, recurs_as=f"out of GPU memory in {mfc}")
+
+    def decisions(supervision: Supervision, *ends: End, apart_s: float = 1800.0) -> list[Decision]:
+        return [decide(supervision, one, apart_s * number) for number, one in enumerate(ends)]
+
+    train, inf = failed("actor_train"), failed("actor_inf")
+    *before, last = decisions(Supervision(3), train, inf, train, end("model_worker/0"), train)
+    assert [type(one) for one in before] == [StartAgain] * 4
+    assert isinstance(last, EndRun)
+    assert last.cause == (
+        "out of GPU memory in actor_train, 3 times within 6 hours: a restart does not help\ncause actor_train"
+    )
+    assert len(last.tried) == 2  # within the last hour
+    rare = decisions(Supervision(3), *[train] * 9, apart_s=4 * 3600.0)
+    assert [type(one) for one in rare] == [StartAgain] * 9
+    # Without a group with on_missing=continue the run goes on
+    group = Supervision(3, groups={("model_worker/1",): True})
+    assert [type(one) for one in decisions(group, *[train] * 5)] == [StartAgain] * 5
+
+
 def test_a_process_killed_during_its_start_restarts_and_one_that_fails_by_itself_does_not() -> None:
     def killed(number: int) -> End:
         return End("rollout_worker/0", "was killed", f"cause {number}", could_run=False, struck=True)

@@ -163,6 +163,11 @@ class Child:
         return self.status is not None and bool(self.status.error) and self.status.fatal
 
     @property
+    def recurs_as(self) -> str:
+        """Name of the failure that it reported, if a restart is likely to repeat it (WorkerStatus.recurs_as)."""
+        return self.status.recurs_as if self.status is not None and self.status.error else ""
+
+    @property
     def was_killed(self) -> bool:
         """Whether it ended by a signal such as SIGKILL or SIGSEGV, so its end is not a consequence of another process's error."""
         return self.returncode is not None and -self.returncode in _KILLED_BY

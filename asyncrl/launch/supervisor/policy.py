@@ -10,6 +10,8 @@
 - An error that would recur fails the run at once. Such an error is fatal by its status (it lies in the user's input), or the
   process fails by itself before any process of its name has completed its start. A process that is killed from outside during its
   start restarts like any other.
+- A failure that a restart is likely to repeat (WorkerStatus.recurs_as: too little memory on a GPU) fails the run when it comes for
+  the third time within six hours.
 - Other processes (recorder, replayer), and the trainer group in modes without checkpoints, never restart: the first end fails the
   run.
 """
@@ -27,6 +29,7 @@ from typing import Literal, TypeAlias
 from asyncrl.config.modes import mode_of
 
 WINDOW_S = 3600.0
+MOST_ALIKE, ALIKE_WINDOW_S = 3, 6 * 3600.0  # longer than WINDOW_S: a large model may need half an hour to fail again
 TRAINER_GROUP = "the trainer group"
 EVERYTHING = "everything"
 TRAINER_KINDS = frozenset({"master", "model_worker"})
@@ -54,6 +57,7 @@ class End:
     could_run: bool  # Child.could_run
     fatal: bool = False  # WorkerStatus.fatal
     struck: bool = False  # Child.was_struck
+    recurs_as: str = ""  # Child.recurs_as, of any process that failed with it
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,9 @@ Decision: TypeAlias = "StartAgain | EndRun"
 class RestartBudget:
     """Counts the restarts of each unit and computes the delay before the next one."""
 
-    def __init__(self, limit: int) -> None:
-        """limit: maximal number of restarts of one unit within WINDOW_S."""
-        self.limit = limit
+    def __init__(self, limit: int, *, window_s: float = WINDOW_S) -> None:
+        """limit: maximal number of restarts of one unit within window_s."""
+        self.limit, self._window_s = limit, window_s
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
         # Per unit: the number of consecutive ends, up to the latest one, that each came within CALM_S of the restart before it; the
@@ -100,9 +104,9 @@ class RestartBudget:
         return self._count[unit]
 
     def recent(self, unit: str, now: float) -> list[str]:
-        """Return the causes of the unit's ends within WINDOW_S, oldest first."""
+        """Return the causes of the unit's ends within window_s, oldest first."""
         ends = self._ends[unit]
-        while ends and now - ends[0][0] > WINDOW_S:
+        while ends and now - ends[0][0] > self._window_s:
             ends.popleft()
         return [cause for _, cause in ends]
 
@@ -145,6 +149,7 @@ class Supervision:
         self._has_trainer_group = mode_of(mode).is_recoverable
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
+        self._alike = RestartBudget(MOST_ALIKE - 1, window_s=ALIKE_WINDOW_S)  # by the name of the failure
         self._ran: set[str] = set()
         self._everything: tuple[float, str] | None = None  # when everything restarted, and the first cause
         self._tried: deque[tuple[float, str]] = deque(maxlen=_MAX_TOLD)
@@ -193,6 +198,12 @@ class Supervision:
         if not self.outlives(end.name, fatal=end.fatal, struck=end.struck):
             return EndRun(end.cause, self._recent_restarts(now))
         unit = self.unit_of(end.name)
+        counts = bool(end.recurs_as) and unit not in self._dispensable
+        if counts and self._alike.ended(end.recurs_as, end.cause, now) is None:
+            why = (
+                f"{end.recurs_as}, {MOST_ALIKE} times within {ALIKE_WINDOW_S / 3600:.0f} hours: a restart does not help"
+            )
+            return EndRun(f"{why}\n{end.cause}", self._recent_restarts(now))
         pause = self._budget.ended(unit, end.cause, now)
         if pause is None and unit in self._dispensable:
             pause = _LONGEST_PAUSE_S

@@ -278,7 +278,8 @@ class Supervisor:
         how = short_end(child).splitlines()[0]
         # If one process was struck, the unit's other failures are consequences of that, even if they were reported earlier
         struck = any(one.was_struck for one in failed)
-        end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck)
+        recurs_as = next(filter(None, (one.recurs_as for one in failed)), "")
+        end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck, recurs_as)
         decision = self.policy.decide(end, wall_time, now)
         if isinstance(decision, EndRun):
             self._decisions.append(decision)
