@@ -44,7 +44,7 @@ from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.offload import Offloaded
+from asyncrl.model.offload import HostMemory, Offloaded
 from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
 from asyncrl.model.pipeline import (
     Logits,
@@ -119,6 +119,7 @@ class TrainEngine:
         self.skipped_steps = 0
         self.optimizer: torch.optim.AdamW | None = None
         self._offloaded: Offloaded | None = None
+        self._host_memory = HostMemory()  # for the bytes of an offloaded model
         if not self.trainable:
             self.model.requires_grad_(False)
             return
@@ -551,7 +552,8 @@ class TrainEngine:
     def offload(self, *, folder: Path | None = None) -> None:
         """Move weights and optimizer state off the device until `onload`, and drop the gradients.
 
-        From a GPU they move to CPU memory. From the CPU they move to a file in `folder`; without a folder they stay.
+        From a GPU they move to pinned CPU memory, which the engine keeps. From the CPU they move to a file in `folder`; without a
+        folder they stay.
         """
         on_cpu = self.device.type == "cpu"
         if self._offloaded is not None or (on_cpu and folder is None):
@@ -565,7 +567,7 @@ class TrainEngine:
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             tensors += [local_tensor(value) for value in states if isinstance(value, Tensor)]
         there = [tensor for tensor in tensors if tensor.device.type == self.device.type]
-        self._offloaded = Offloaded(there, folder=folder if on_cpu else None)
+        self._offloaded = Offloaded(there, self._host_memory, folder=folder if on_cpu else None)
         if not on_cpu:
             torch.cuda.empty_cache()
 
