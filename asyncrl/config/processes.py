@@ -45,6 +45,7 @@ class WorkerInfo:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     group_incarnation: int = 0  # how often its worker group alone has been restarted in this attempt
     start: int = 0  # number of this start among all starts by its launcher; 0: started by hand
+    gpus: list[str] = field(default_factory=list)  # that the launcher gave it, as in CUDA_VISIBLE_DEVICES
 
     @property
     def name(self) -> str:

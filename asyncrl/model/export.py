@@ -209,7 +209,8 @@ def _make_plan(model: TrainEngine, tensors: Mapping[str, Tensor], max_bytes: int
     itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
     moves = plan_moves(holdings, targets, itemsizes=itemsizes, max_bytes=max_bytes)
     rounds = rounds_of(plan_rounds(moves, itemsizes=itemsizes, max_bytes=max_bytes), this_worker())
-    return _ExportPlan(whole, owners, dtypes, rounds, transport_device(holdings.values()) if len(holdings) > 1 else CPU)
+    device = transport_device(holdings.values(), model.device) if len(holdings) > 1 else CPU
+    return _ExportPlan(whole, owners, dtypes, rounds, device)
 
 
 def _gather(plan: _ExportPlan, tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> None:

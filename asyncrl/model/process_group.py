@@ -8,6 +8,7 @@ collectives, reallocation) workers are identified by rank. Messages from and to 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.interfaces import GLOO, NCCL, interface_of, interfaces_here, wrong_interface
+from asyncrl.runtime.rank_device import rank_device
 from asyncrl.weights.update_group import serve_store, store_at
 
 STORE = "model_workers"  # argument of names.process_group
@@ -106,12 +108,7 @@ class ProcessGroup:
         return made
 
 
-def choose_device(index: int, *, tf32: bool = False) -> torch.device:
-    """Return the GPU with this index (modulo the number of GPUs), or the CPU if there is no GPU. tf32: use TF32 for float32 matrix
-    products on GPUs, in the whole process."""
+def choose_device(index: int, *, gpus: Sequence[str] = (), tf32: bool = False) -> torch.device:
+    """As rank_device, on the compute thread. tf32: use TF32 for float32 matrix products on GPUs, in the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = tf32  # has no effect on a CPU
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", index % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return rank_device(index, gpus=gpus)

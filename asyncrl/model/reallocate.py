@@ -93,7 +93,9 @@ def reallocate(
             new = share * new.to(old.device).float() + (1.0 - share) * old.float()
         old.copy_(new)
 
-    device = transport_device([*sources.values(), *targets.values()])
+    here_is = source if source is not None else target
+    assert here_is is not None, "this worker holds a part of one of the models"
+    device = transport_device([*sources.values(), *targets.values()], here_is.device)
     return carry(rounds, read=read, write=write, dtypes=dtypes, device=device)
 
 

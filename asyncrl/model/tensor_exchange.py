@@ -73,9 +73,9 @@ def holding_of(model: TrainEngine, tensors: Mapping[str, Tensor]) -> Holding:
     )
 
 
-def transport_device(holdings: Iterable[Holding]) -> torch.device:
-    """Device for transfers: GPUs (NCCL) only if all workers have all their tensors there, else the CPU (gloo)."""
-    return torch.device("cuda", torch.cuda.current_device()) if all(held.on_gpu for held in holdings) else CPU
+def transport_device(holdings: Iterable[Holding], own: torch.device) -> torch.device:
+    """Device for transfers: the worker's own GPU (NCCL) if all workers have all their tensors on GPUs, else the CPU (gloo)."""
+    return own if all(held.on_gpu for held in holdings) else CPU
 
 
 def workers_of(model: TrainEngine) -> tuple[int, ...]:

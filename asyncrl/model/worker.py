@@ -100,7 +100,8 @@ class ModelWorker(Worker):
         await server.start()
         if config.shares_devices:
             await directory.wait_for_key(self.names.devices_free(info.attempt), "devices free")
-        device = torch.device("cpu") if config.on_cpu else choose_device(index, tf32=bool(config.train.tf32))
+        choose = partial(choose_device, index, gpus=info.gpus, tf32=bool(config.train.tf32))
+        device = torch.device("cpu") if config.on_cpu else await compute(choose, "the device")
         process_group = ProcessGroup(info, WorkerGroups.of_config(config.worker_groups, info.count), limit_s=limit_s)
         meshes = await self._join_group(process_group, directory, compute, device) if process_group.size > 1 else {}
         self.board.collectives = lambda: {

@@ -38,6 +38,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.standstill import Watchdog, late_ranks
 from asyncrl.master.step_result import StepResult
 from asyncrl.model import export
+from asyncrl.model import worker as model_worker
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
@@ -419,6 +420,25 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
         await world.call(LoadCheckpoint(folder=folder))
         again = await train(1)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+async def test_the_compute_thread_chooses_the_device_among_the_gpus_of_the_launcher(
+    memory, tmp_path, model_path, monkeypatch
+):
+    """CUDA has a current device per thread, and what computes runs on this one."""
+    asked = []
+
+    def choose(index, *, gpus, tf32):
+        asked.append((threading.current_thread().name, index, list(gpus)))
+        return torch.device("cpu")
+
+    monkeypatch.setattr(model_worker, "choose_device", choose)
+    config = worker_config(memory, tmp_path, model_path)
+    config = replace(config, worker=replace(config.worker, gpus=["5"]))
+    async with worker_here(config) as (worker, world):
+        await world.call(Ping())
+        threads = await worker.calls._compute(threading.current_thread, "the thread")
+    assert asked == [(threads.name, 0, ["5"])]
 
 
 async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_path, model_path):
