@@ -70,6 +70,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.process import return_freed_memory
+from asyncrl.runtime.rank_device import rank_device
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.form import WeightsError
@@ -313,14 +314,17 @@ class TransformersEngine(GenerationEngine[_Pending]):
     Call all methods on the event loop. Methods whose docstring names the control or the generation thread run there.
     """
 
-    def __init__(self, arguments: EngineArguments, *, device: str = "", seed: int = 1) -> None:
+    def __init__(self, arguments: EngineArguments, *, device: str | torch.device = "", seed: int = 1) -> None:
+        """device: "cpu", or a GPU with its index, without which no process can join an update group there; "": as rank_device."""
         super().__init__(arguments)
         self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
         self._fingerprint = ""  # of the version on disk that was loaded last; changes to it alter the model in place
         self._loading = LoadProgress(arguments.model_path)
         # The device of the model's tensors
-        self.weights_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.weights_device = torch.device(device) if device else rank_device()
+        if self.weights_device.type == "cuda" and self.weights_device.index is None:
+            raise ValueError(f"device={device!r} has no index; use rank_device()")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
         self._keys = itertools.count()
@@ -366,7 +370,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._checked = True
 
     def _small_engine(self, path: str, config: GenerationConfig) -> TransformersEngine:
-        return TransformersEngine(EngineArguments(path, config), device=str(self.weights_device))
+        return TransformersEngine(EngineArguments(path, config), device=self.weights_device)
 
     def _cannot_run(self, error: Exception) -> ConfigError:
         why = (str(error) or repr(error)).rstrip(".")

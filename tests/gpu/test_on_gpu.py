@@ -66,7 +66,8 @@ async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path, dtype)
     tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     write_version(path, tensors, source_dir=model_path, version=version)
     config = GenerationConfig(dtype=dtype)
-    engine = TransformersEngine(EngineArguments(model_path, config, eos_token_ids=[0]), device="cuda:0")
+    engine = TransformersEngine(EngineArguments(model_path, config, eos_token_ids=[0]))
+    assert engine.weights_device == torch.device("cuda", 0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 64, length).tolist() for length in rng.integers(3, 40, 64)]
     requests = [
