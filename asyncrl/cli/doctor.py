@@ -2,7 +2,7 @@
 
 The rows gather numbers from the file system, psutil and package metadata, and pass them to functions judge_..., which tests can
 call with other numbers. Functions find_... look at the machine themselves: ports, etcd, the run's folder. The checks here do not
-import torch.
+import torch; a process of its own does it where only torch knows the answer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -28,6 +30,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.engines import traits_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
@@ -54,6 +57,7 @@ from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 
 ENDPOINT_LIMIT_S = 3.0  # one request to one etcd
 GIB = 1 << 30
+_TORCH_LIMIT_S = 120.0  # an import of torch and the start of CUDA
 
 _LOW_SHM_BYTES = GIB  # NCCL needs this much between several ranks; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
@@ -257,7 +261,7 @@ def _free_bytes(folder: Path) -> int | None:
 # ----------------------------------------------------------------------------------------------------------------------- GPUs
 
 
-def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
+def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str) -> Finding:
     """devices: the GPUs that a run would use. gpus: all GPUs that the driver reports, or, if the driver does not answer, a
     text with the reason."""
     if not devices:
@@ -270,13 +274,36 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
     return judge(
         "GPUs",
         f"{len(devices)} for this run: {','.join(devices)}; here: {named}, driver {gpus[0].driver if gpus else '?'}",
-        (
-            torch_version.endswith("+cpu"),
-            "warn",
-            f"torch {torch_version} cannot use them: install a CUDA build of torch",
-        ),
         (is_busy, "warn", "others are using them (see `nvidia-smi`); choose free ones by CUDA_VISIBLE_DEVICES"),
     )
+
+
+def judge_torch(devices: Sequence[str], python: str = sys.executable) -> list[Finding]:
+    """Whether torch can use the GPUs of a run. Asks a process that imports it, because only the driver knows which CUDA it runs.
+    waits for: this process, for _TORCH_LIMIT_S at most."""
+    if not devices:
+        return []
+    chosen, name = ",".join(devices), "torch on the GPUs"
+    command = [python, "-P", "-m", "asyncrl.runtime.rank_device", chosen]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": chosen},
+            timeout=_TORCH_LIMIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return [Finding(name, "warn", f"not checked: {error}", "the processes that compute check it when they start")]
+    why, remedy, *_ = (*done.stdout.splitlines(), "", "")
+    return [Finding(name, "fail", why, remedy) if why else Finding(name, "ok", f"torch can use {chosen}")]
+
+
+def computes_by_torch(config: ExperimentConfig) -> bool:
+    """Whether processes of the run compute with the torch of this environment."""
+    mode = mode_of(config.mode)
+    return mode.trains or (mode.has_servers and allocation_of(config).traits.is_embedded)
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
@@ -511,7 +538,13 @@ MACHINE_CHECKS = (
         ],
     ),
     _check("ports", lambda case: [find_port(case.config.runtime.host)]),
-    _check("GPUs", lambda case: [judge_gpus(case.devices, case.gpus, installed_version("torch") or "")]),
+    _check("GPUs", lambda case: [judge_gpus(case.devices, case.gpus)]),
+    _check(
+        "torch on the GPUs",
+        lambda case: judge_torch(case.devices if computes_by_torch(case.config) else []),
+        reads=("allocation", "mode"),
+        cost="plan",
+    ),
     _check("GPUs asked for", lambda case: [judge_num_gpus(len(case.devices), case.config)], needs=(PROCESSES,)),
     _check("auto", lambda case: judge_auto(case.config, on_gpu=bool(case.devices)), needs=(PROCESSES,)),
     _check("delta versions", lambda case: judge_deltas(case.resolved), needs=(PROCESSES,)),

@@ -72,11 +72,13 @@ class EmbeddedEngines(Engines):
         from transformers.utils import logging as transformers_logging
 
         from asyncrl.generation.transformers import TransformersEngine
+        from asyncrl.runtime.rank_device import rank_device
 
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if self._config.torch_threads > 0:
             torch.set_num_threads(self._config.torch_threads)
-        return TransformersEngine(arguments, seed=self._info.seed * 1000 + self._info.index)
+        seed = self._info.seed * 1000 + self._info.index
+        return TransformersEngine(arguments, device=rank_device(gpus=self._info.gpus), seed=seed)
 
 
 class SGLangEngines(Engines):
@@ -96,6 +98,7 @@ class SGLangEngines(Engines):
             config.generation,
             config.model_path,
             tensor=config.tensor_parallel,
+            gpus=info.gpus,
             seed=info.seed * 1000 + info.index,
             log=logs / f"{info.kind}_{info.index}_sglang.log",
             clock=self._clock,

@@ -125,11 +125,13 @@ def own_server(
     tensor: int,
     seed: int,
     log: Path,
+    gpus: Sequence[str] = (),
     clock: Clock = SYSTEM_CLOCK,
     sleeps: bool = False,
 ) -> SGLangProcess:
     """Make a server for this model without starting it. It runs on the GPUs that this process may use. It runs on the CPU if there
-    are none, or if generation.server_args.device is cpu. sleeps: on a GPU the server can release its memory."""
+    are none, or if generation.server_args.device is cpu. gpus: those that the launcher gave this process; with them it never runs
+    on the CPU by itself. sleeps: on a GPU the server can release its memory."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
         raise ConfigError(
@@ -138,7 +140,7 @@ def own_server(
         )
     python = str(Path(config.python or sys.executable).expanduser().absolute())
     device = config.server_args.get("device")  # unset: use GPUs if there are any
-    on_gpu = device != "cpu" if device else bool(visible_devices())
+    on_gpu = device != "cpu" if device else bool(gpus or visible_devices())
     max_length = ModelLimits.of(model_path).max_length
     return SGLangProcess(
         python=python,

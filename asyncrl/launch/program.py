@@ -120,7 +120,7 @@ def plan(
     if run.allocation.generation_devices is not None:
         return [_on_named(spec, run.allocation, devices) for spec in specs]
     slots = itertools.cycle(devices)
-    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
+    return [on_gpus(spec, _take(slots, num_devices(spec))) for spec in specs]
 
 
 class _Run:
@@ -381,7 +381,7 @@ def server_spec(
     num_taken = allocation.num_devices if named else sum(map(num_devices, planned))
     num_taken += (index - allocation.num_servers) * num_devices(spec)
     slots = itertools.islice(itertools.cycle(devices), num_taken, None)
-    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(spec)))})
+    return on_gpus(spec, _take(slots, num_devices(spec)))
 
 
 def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:
@@ -462,8 +462,14 @@ def named_devices(spec: ProcessSpec, allocation: Allocation) -> range:
 
 def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
     """Return the process with the devices that the allocation names for it."""
-    numbers = named_devices(spec, allocation)
-    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in numbers)})
+    return on_gpus(spec, [devices[number] for number in named_devices(spec, allocation)])
+
+
+def on_gpus(spec: ProcessSpec, gpus: Sequence[str]) -> ProcessSpec:
+    """Return the process with these GPUs: it sees no others, and fails if torch cannot use them."""
+    worker = replace(spec.config.worker, gpus=list(gpus))
+    env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return replace(spec, config=replace(spec.config, worker=worker), env=env)
 
 
 def _take(slots: Iterator[str], count: int) -> list[str]:

@@ -174,25 +174,41 @@ def test_ports():
 
 def test_gpus():
     a100 = Gpu("A100", 81920.0, 10.0, "570.1")
-    assert "CPU" in doctor.judge_gpus([], "no nvidia-smi", "2.13.0").value
-    assert doctor.judge_gpus(["0"], [a100], "2.13.0").state == "ok"
-    assert "CUDA build" in doctor.judge_gpus(["0"], [a100], "2.13.0+cpu").remedy
-    assert (
-        "others are using them" in doctor.judge_gpus(["0"], [Gpu("A100", 81920.0, 60000.0, "570.1")], "2.13.0").remedy
-    )
-    assert doctor.judge_gpus(["0"], "nvidia-smi does not answer", "2.13.0").state == "warn"
+    assert "CPU" in doctor.judge_gpus([], "no nvidia-smi").value
+    assert doctor.judge_gpus(["0"], [a100]).state == "ok"
+    assert "others are using them" in doctor.judge_gpus(["0"], [Gpu("A100", 81920.0, 60000.0, "570.1")]).remedy
+    assert doctor.judge_gpus(["0"], "nvidia-smi does not answer").state == "warn"
+
+
+def test_a_torch_that_cannot_use_the_gpus_is_told_before_the_start(tmp_path):
+    (finding,) = doctor.judge_torch(["0", "1"])
+    assert (finding.state, finding.name) == ("fail", "torch on the GPUs")
+    assert "cannot use the GPUs 0,1" in finding.value
+    assert "to run on the CPU" in finding.remedy
+    python = tmp_path / "python"
+    for body, state in (("printf '\\n\\n'", "ok"), ("exit 1", "warn")):
+        python.write_text(f"#!/bin/sh\n{body}\n")
+        python.chmod(0o755)
+        (finding,) = doctor.judge_torch(["0"], str(python))
+        assert finding.state == state
+    assert doctor.judge_torch([]) == []
+
+
+def test_only_runs_that_compute_by_torch_ask_it():
+    assert doctor.computes_by_torch(ExperimentConfig())
+    assert not doctor.computes_by_torch(ExperimentConfig(mode="rollout_only", allocation="sglang.d1p1m1+d1p1m1"))
 
 
 def test_only_the_gpus_of_the_run_are_called_busy():
     idle, busy = Gpu("A100", 81920.0, 0.0, "570.1", "GPU-1"), Gpu("A100", 81920.0, 60000.0, "570.1", "GPU-2")
     for devices, state in ((["0"], "ok"), (["1"], "warn"), (["GPU-1"], "ok"), (["GPU-2"], "warn"), (["MIG-3"], "warn")):
-        assert doctor.judge_gpus(devices, [idle, busy], "2.13.0").state == state
+        assert doctor.judge_gpus(devices, [idle, busy]).state == state
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 def test_the_variable_that_hides_all_gpus_is_named(monkeypatch, hidden):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert f"CUDA_VISIBLE_DEVICES={hidden} names none" in doctor.judge_gpus([], [], "2.13.0").value
+    assert f"CUDA_VISIBLE_DEVICES={hidden} names none" in doctor.judge_gpus([], []).value
 
 
 def test_the_output_of_nvidia_smi_is_parsed(tmp_path):

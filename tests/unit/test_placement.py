@@ -118,6 +118,7 @@ def test_a_placed_process_binds_to_its_host_and_sees_only_its_gpus():
     assert here.config.worker.runtime.host == "10.0.0.2"
     assert here.env["CUDA_VISIBLE_DEVICES"] == "1"
     master = next(spec for spec in specs if spec.name == "master/0")
+    assert here.config.worker.gpus == here.env["CUDA_VISIBLE_DEVICES"].split(",")
     assert placed(master, places["master/0"], with_gpus=True).env["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in placed(spec, places[spec.name], with_gpus=False).env
 

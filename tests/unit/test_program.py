@@ -97,6 +97,8 @@ def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     assert [given[f"model_worker/{index}"] for index in range(3)] == ["2", "3", "4"]
     more = server_spec(1, config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
     assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
+    for spec in (*specs, more):  # a process knows what it was given, and fails without it
+        assert ",".join(spec.config.worker.gpus) == spec.env["CUDA_VISIBLE_DEVICES"]
 
 
 def test_the_allocator_of_processes_with_gpus_has_expandable_segments_unless_the_user_chose_other_settings(
@@ -144,6 +146,11 @@ def test_shared_gpus_are_those_that_the_allocation_names(config_of):
     assert (given["generation_server/0"], given["generation_server/1"]) == ("b,c", "d,e")
     assert [given[f"model_worker/{index}"] for index in range(5)] == ["b", "c", "d", "e", "a"]
     assert given["master/0"] == given["rollout_worker/0"] == ""
+    named = {
+        spec.name: ",".join(spec.config.worker.gpus)
+        for spec in plan(config, attempt=1, num_prompts=64, devices=list("abcde"))
+    }
+    assert named == given
     processes = {spec.name: spec.config for spec in plan(config, attempt=1, num_prompts=64)}
     assert [processes[f"model_worker/{index}"].shares_devices for index in range(5)] == [True] * 4 + [False]
     assert processes["master/0"].shared_workers == [0, 1, 2, 3]

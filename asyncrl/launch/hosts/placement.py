@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.hosts.devices import NamedDevices
-from asyncrl.launch.program import ProcessSpec, named_devices, num_devices
+from asyncrl.launch.program import ProcessSpec, named_devices, num_devices, on_gpus
 
 # Lower bounds, for the imports only. The model's memory comes on top; the user must allow for it
 _COMPUTING_BYTES = 1_000_000_000
@@ -227,9 +227,8 @@ def placed(spec: ProcessSpec, place: Place, *, with_gpus: bool) -> ProcessSpec:
     worker = spec.config.worker
     here = replace(worker, runtime=replace(worker.runtime, host=place.host.address))
     env = {name: value for name, value in spec.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-    if with_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    return replace(spec, config=replace(spec.config, worker=here), env=env)
+    moved = replace(spec, config=replace(spec.config, worker=here), env=env)
+    return on_gpus(moved, place.gpus) if with_gpus else moved
 
 
 def _in_order(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
