@@ -67,6 +67,9 @@ def test_the_command_of_a_server_on_gpus():
     )
     assert "--context-length 520" in command
     assert "--skip-tokenizer-init --skip-server-warmup --incremental-streaming-output" in command
+    graphs = " ".join(arguments(GenerationConfig(max_running_requests=512)))
+    assert "--max-running-requests 512" in graphs
+    assert "--cuda-graph-max-bs-decode 512" in graphs
     for absent in ("--device", "--disable-overlap-schedule", "--disable-radix-cache", "--max-total-tokens"):
         assert absent not in command
 
@@ -75,6 +78,7 @@ def test_the_command_of_a_server_on_cpu_cores():
     command = " ".join(arguments(GenerationConfig(num_blocks=10, page_size=32), on_gpu=False))
     assert "--device cpu --attention-backend torch_native --max-total-tokens 320" in command
     assert "--sleep-on-idle" in command
+    assert "--cuda-graph" not in command
 
 
 def test_the_users_arguments_take_precedence():
