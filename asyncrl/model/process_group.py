@@ -25,7 +25,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.interfaces import GLOO, NCCL, interface_of, interfaces_here, wrong_interface
+from asyncrl.runtime.interfaces import GLOO, NCCL, derived_interfaces, interfaces_here, wrong_interface
 from asyncrl.runtime.rank_device import rank_device
 from asyncrl.weights.update_group import serve_store, store_at
 
@@ -76,8 +76,7 @@ class ProcessGroup:
         if self._store is None:
             host, _, port = address.rpartition(":")
             self._store = store_at(host, int(port), runtime.start_timeout_s)
-        if not os.environ.get(GLOO) and (interface := interface_of(runtime.host)):
-            os.environ[GLOO] = interface
+        os.environ.update(derived_interfaces(runtime.host, os.environ, on_gpu=device.type == "cuda"))
         for variable in (GLOO, NCCL) if device.type == "cuda" else (GLOO,):
             if problem := wrong_interface(variable, os.environ, interfaces_here()):
                 raise ConfigError(problem)

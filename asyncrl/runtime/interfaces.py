@@ -25,6 +25,17 @@ def interface_of(host: str) -> str:
     return ""
 
 
+def derived_interfaces(host: str, environment: Mapping[str, str], *, on_gpu: bool) -> dict[str, str]:
+    """The variables that make gloo, and on GPUs NCCL, use the interface with this address. Those that the environment sets stay.
+
+    Otherwise gloo takes the interface of the host's name, and NCCL the first one that is not the loopback: on a host with several
+    networks possibly one that the other hosts do not reach.
+    """
+    name = interface_of(host)
+    wanted = {GLOO: name} | ({NCCL: f"={name}"} if on_gpu else {})  # "=": NCCL would also take names that begin so
+    return {variable: value for variable, value in wanted.items() if name and not environment.get(variable)}
+
+
 def wrong_interface(variable: str, environment: Mapping[str, str], here: Sequence[str]) -> str:
     """One line about a variable whose value names no usable interface; "" if it can be used. here: as of interfaces_here. Pure.
 

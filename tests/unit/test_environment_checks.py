@@ -5,7 +5,14 @@ import pytest
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.runtime.interfaces import GLOO, NCCL, interface_of, interfaces_here, wrong_interface
+from asyncrl.runtime.interfaces import (
+    GLOO,
+    NCCL,
+    derived_interfaces,
+    interface_of,
+    interfaces_here,
+    wrong_interface,
+)
 
 HERE = ["lo", "eth0", "eth1", "docker0"]
 
@@ -58,6 +65,16 @@ def test_a_variable_that_names_no_interface_of_this_machine(variable, value, mis
 def test_the_interfaces_of_this_machine():
     assert "lo" in interfaces_here()
     assert interface_of("127.0.0.1") == "lo"
+
+
+def test_gloo_and_nccl_use_the_interface_of_the_hosts_address():
+    local = "127.0.0.1"
+    assert derived_interfaces(local, {}, on_gpu=False) == {GLOO: "lo"}
+    assert derived_interfaces(local, {}, on_gpu=True) == {GLOO: "lo", NCCL: "=lo"}
+    assert derived_interfaces(local, {GLOO: "eth0", NCCL: "ib"}, on_gpu=True) == {}  # the user's
+    assert derived_interfaces("192.0.2.1", {}, on_gpu=True) == {}  # no interface has it
+    for variable, value in derived_interfaces(local, {}, on_gpu=True).items():
+        assert wrong_interface(variable, {variable: value}, interfaces_here()) == ""
     assert interface_of("203.0.113.77") == ""
 
 
