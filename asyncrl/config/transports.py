@@ -34,6 +34,11 @@ TRANSPORTS = {
 }
 
 
+def forms_nccl_groups(transport: str, backend: str, *, on_gpu: bool) -> bool:
+    """Whether trainer and servers form groups of NCCL. backend: weights.broadcast_backend. on_gpu: the trainer has GPUs."""
+    return transport_of(transport).forms_groups and (backend == "nccl" or (backend == "auto" and on_gpu))
+
+
 def transport_of(name: str) -> TransportTraits:
     """The traits of a transport. An unknown transport, which another check refuses, has the traits of files."""
     return TRANSPORTS.get(name, TRANSPORTS[FILES])

@@ -42,11 +42,13 @@ from asyncrl.config.schema import (
     max_head_offpolicyness,
     with_each_set,
 )
+from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
+from asyncrl.generation.sglang_environment import nccl_settings
 from asyncrl.launch.redact import redact
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.names import ACTOR
@@ -115,6 +117,11 @@ def plan(
     processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads, on_gpu=bool(devices)) for process in processes]
+    if not run.allocation.traits.is_embedded and forms_nccl_groups(
+        config.weights.transport, config.weights.broadcast_backend, on_gpu=bool(devices)
+    ):  # SGLang makes these settings itself; so must the trainers, before their first NCCL group
+        settings = nccl_settings(config.generation.server_args, os.environ)
+        specs = [replace(spec, env={**spec.env, **settings}) if num_devices(spec) else spec for spec in specs]
     if not devices or config.cluster != "local":  # on several hosts the launcher's placement chooses the GPUs
         return specs
     if run.allocation.generation_devices is not None:

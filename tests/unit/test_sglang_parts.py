@@ -126,6 +126,48 @@ def test_each_server_gets_one_gpu_per_rank():
     assert server.generation.python.startswith("/")
 
 
+NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+
+
+@pytest.mark.parametrize(
+    ("server_args", "users", "expected"),
+    [
+        ({}, {}, ("0", "0")),
+        ({"enable-nccl-nvls": ""}, {}, ("0", "1")),
+        ({"--enable-symm-mem": "true"}, {"NCCL_CUMEM_ENABLE": "0"}, ("1", "1")),  # the flag overrides the variable
+        ({}, {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0")),
+    ],
+)
+def test_trainer_and_sglang_have_the_same_settings_of_nccl_for_a_broadcast(server_args, users, expected, monkeypatch):
+    for name in NCCL:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    config = make_config("sglang.d1+d1", server_args=server_args)
+    config = replace(config, weights=WeightsConfig(transport="broadcast"))
+    specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=1000, devices=["0", "1"])}
+    inherited = {name: {**users, **spec.env} for name, spec in specs.items()}
+    server = server_environment(inherited["generation_server/0"], python="/p", tmp="/t", tensor=1, on_gpu=True)
+    for environment in (inherited["model_worker/0"], server):
+        assert tuple(environment.get(name) for name in NCCL) == expected
+    assert not set(NCCL) & set(specs["rollout_worker/0"].env)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "weights", "devices"),
+    [
+        ("sglang.d1+d1", WeightsConfig(), ["0", "1"]),
+        ("sglang.d1+d1", WeightsConfig(transport="broadcast", broadcast_backend="gloo"), ["0", "1"]),
+        ("sglang.d1+d1", WeightsConfig(transport="broadcast"), []),
+        ("transformers.d1+d1", WeightsConfig(transport="broadcast"), ["0", "1"]),  # both sides have NCCL's own defaults
+    ],
+)
+def test_without_a_broadcast_by_nccl_to_sglang_nccl_keeps_its_settings(allocation, weights, devices):
+    config = replace(make_config(allocation), weights=weights)
+    for spec in plan(config, attempt=1, num_prompts=1000, devices=devices):
+        assert not set(NCCL) & set(spec.env)
+
+
 def test_an_external_server_gets_no_gpu():
     config = make_config("external.d2+d2", urls=["http://a:1", "http://b:1"])
     specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=99, devices=list("0123"))}

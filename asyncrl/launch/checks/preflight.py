@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
     model_settings,
     prompt_sources,
 )
-from asyncrl.config.transports import FILES, transport_of
+from asyncrl.config.transports import FILES, forms_nccl_groups
 from asyncrl.data.model_folder import read_object, text_config
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
@@ -373,20 +373,15 @@ def _check_engines(case: Case) -> Iterator[ConfigError]:
     where = python or f"this environment ({sys.executable})"
     if found is None:
         yield ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
-    elif _forms_nccl_groups(case) and not trainer.joins(found):
+    elif forms_nccl_groups(
+        config.weights.transport, config.weights.broadcast_backend, on_gpu=bool(case.devices)
+    ) and not trainer.joins(found):
         yield ConfigError(
             f"weights.transport={config.weights.transport!r}: the trainer has {trainer}, {where} has {found}: "
             "different versions of NCCL cannot form a group, so every update would go through the disk. Install the same torch on "
             f"both sides (`pip install torch=={found.torch.partition('+')[0]}` beside the trainer, or "
             f"ASYNCRL_TORCH=... for launcher/setup.sh), or set weights.transport={FILES}"
         )
-
-
-def _forms_nccl_groups(case: Case) -> bool:
-    """Whether trainer and SGLang form NCCL groups for the broadcast of weights."""
-    weights = case.config.weights
-    by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(case.devices))
-    return by_nccl and transport_of(weights.transport).forms_groups
 
 
 def _forms_batches(config: ExperimentConfig) -> bool:
