@@ -18,6 +18,7 @@ from pathlib import Path
 import asyncrl
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
+from asyncrl.config.validation import problems_of_generating_step
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.master.step_function import StepFunction
@@ -61,10 +62,15 @@ def judge_step(config: ExperimentConfig) -> list[Finding]:
     if not spec:
         return []
     try:
-        StepFunction(spec, config.train.call_timeout_s)
+        function = StepFunction(spec, config.train.call_timeout_s)
     except Exception as error:  # the user's module may raise any exception
         return [Finding("train.step", "fail", f"{type(error).__name__}: {error}", "correct the file or the name")]
-    return [Finding("train.step", "ok", f"{spec} is a step function")]
+    manager = config.manager
+    problems = problems_of_generating_step(config.mode, config.train, manager.max_head_offpolicyness, manager.overdue)
+    found = [
+        Finding(name, "fail", str(value), remedy) for name, value, remedy in (problems if function.generates else ())
+    ]
+    return found or [Finding("train.step", "ok", f"{spec} is a step function")]
 
 
 async def _try_task(

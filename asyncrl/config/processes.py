@@ -21,6 +21,7 @@ from asyncrl.config.schema import (
     ReplayConfig,
     RolloutConfig,
     RuntimeConfig,
+    SamplingConfig,
     TrainConfig,
     WandbConfig,
     WeightsConfig,
@@ -134,6 +135,10 @@ class MasterWorkerConfig:
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
     devices_per_server: int = 1  # devices of a generation server
     leave_after: int = 0  # step after which the next phase of a hybrid allocation goes on; 0: none follows
+    # Of rollout. A step that generates orders at most as much
+    group_size: int = 8
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reject_equal_rewards: bool = False
 
 
 @dataclass(frozen=True)

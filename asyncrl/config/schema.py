@@ -430,7 +430,8 @@ class TrainConfig:
     max_words_bytes: int = limited(1_000_000, at_least=1)  # of all words of a group, as JSON
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
-    # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one
+    # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`, or with `prompts` in place
+    # of `batch` if it generates its batch. "": the shipped one
     step: str = ruled("", _CODE)
     # Further functions of the models: `path/to/file.py:name` of functions that are declared with @mfc (asyncrl.dataflow.mfc)
     mfcs: list[str] = field(default_factory=list, metadata={"rule": _CODE})

@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
     RefConfig,
     RewardModelConfig,
     SamplingConfig,
+    TrainConfig,
     authenticates,
     can_be_reached,
     eval_place,
@@ -257,6 +258,28 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     if train.ptx is not None and not whole:
         remedy = f"is divided among the minibatches of a whole batch; {needs} leave it out"
         yield "train.ptx", train.ptx.texts.path, remedy
+
+
+def problems_of_generating_step(mode: str, train: TrainConfig, eta: int, overdue: str) -> Iterator[Problem]:
+    """Fields that do not fit a step function that generates. Only an import of the function shows that it does, so `check` and the
+    master call this. eta, overdue: of `manager`."""
+    traits, generates = mode_of(mode), "train.step generates its batch"
+    if not traits.forms_batches:
+        return
+    if not (traits.trains and traits.has_servers):
+        yield "mode", mode, f"{generates} with generation servers; use mode=async, or a step function of a batch"
+    if eta > 0:
+        yield (
+            "manager.max_head_offpolicyness",
+            eta,
+            f"{generates} with the step's weights, so no data is old; set it to 0",
+        )
+    if overdue == "train":
+        yield "manager.overdue", overdue, f"{generates}, and waits for all of it; use wait or drop"
+    if train.streaming:
+        yield "train.streaming", True, f"{generates} at once, and has no parts; set it to false"
+    if train.arriving_inference:
+        yield "train.arriving_inference", True, f"{generates}, and begins its calls afterwards; set it to false"
 
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:

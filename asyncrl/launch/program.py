@@ -252,6 +252,9 @@ class _Run:
             worker_groups=self.worker_groups,
             shared_workers=list(self.allocation.shared_workers),
             leave_after=self.allocation.until,
+            group_size=config.rollout.group_size,
+            sampling=config.rollout.sampling,
+            reject_equal_rewards=config.rollout.reject_equal_rewards,
             devices_per_server=self.allocation.generation.replica_size,
         )
 

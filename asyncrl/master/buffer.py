@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.worker_groups import ONE_GROUP, WorkerGroups
@@ -63,6 +63,12 @@ class PromptProgress:
     def epochs_done(self) -> float:
         """Number of done prompts over all epochs, divided by the number of prompts of an epoch (a fraction)."""
         return self.num_done / self.num_prompts
+
+    def left(self) -> Iterator[Locator]:
+        """The prompts that are not done, in order."""
+        for flat in range(self._cursor, self.num_total):
+            if flat not in self._beyond:
+                yield Locator(*divmod(flat, self.num_prompts))
 
     def contains(self, locator: Locator) -> bool:
         """Whether the prompt exists."""

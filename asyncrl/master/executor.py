@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, steps_early, waiting_for_batch
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.generating import Generate, Prompts
 from asyncrl.master.handles import Batch, Call, Function, Models
 from asyncrl.master.homes import Home
 from asyncrl.master.parameter_hooks import ParameterHooks
@@ -29,9 +31,11 @@ from asyncrl.master.step_function import StepFunction
 from asyncrl.master.step_part import PartOfStep
 from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.calls import ExecuteMFC
+from asyncrl.protocol.manager import Order
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 
+Form = Callable[[Order], Awaitable[Sequence[str]]]
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 
 
@@ -200,8 +204,26 @@ class FunctionExecutor:
         result, self._result = self._result, StepResult()
         return result
 
+    @property
+    def generates(self) -> bool:
+        """Whether the step function generates its batch: use generate_step."""
+        return self._function.generates
+
+    async def generate_step(self, prompts: Prompts, config: MasterWorkerConfig, form: Form) -> StepResult:
+        """Run the step of a step function that generates. form: forms the batch of an order. Raises what it raises."""
+        await self._run((), prompts.version, generating=(prompts, config, form))
+        self._buffer.end_batch()
+        result, self._result = self._result, StepResult()
+        return result
+
     async def _run(
-        self, tickets: Sequence[str], version: int, batch: Sequence[str] = (), *, ends_step: bool = True
+        self,
+        tickets: Sequence[str],
+        version: int,
+        batch: Sequence[str] = (),
+        *,
+        ends_step: bool = True,
+        generating: tuple[Prompts, MasterWorkerConfig, Form] | None = None,
     ) -> None:
         left_out = self._hooks.left_out(version) | (frozenset() if ends_step else self._waiting)
         reads: dict[str, list[str]] = {}
@@ -223,11 +245,27 @@ class FunctionExecutor:
         )
         num_taken = len(self._buffer.earlier) + len(tickets)
         self._at(version, num_left=0 if ends_step else max(0, self._hooks.train.batch_size - num_taken))
-        self._buffer.begin_batch(tickets)
-        metas = self._buffer.metas(tickets)
-        step.on_policy = self._on_policy.begin(version, metas)
+
+        def begin(tickets: Sequence[str]) -> Batch:
+            self._buffer.begin_batch(tickets)
+            metas = self._buffer.metas(tickets)
+            step.on_policy = self._on_policy.begin(version, metas)
+            step.begin(metas, self._buffer.common_keys(tickets))
+            return Batch(metas, step.read, version=version)
+
         try:
             async with asyncio.TaskGroup() as group:
+                data: Batch | Prompts
+                generate: Generate[Batch] | None = None
+                if generating is None:
+                    data = begin(tickets)
+                else:
+                    data, config, form = generating
+
+                    async def formed(order: Order) -> Batch:
+                        return begin(await form(order))
+
+                    generate = Generate(config, lambda order: group.create_task(formed(order)))
 
                 def start(runner: ModelFunctionCall, call: Call, groups: Batch) -> asyncio.Task[None]:
                     runner.order(call, groups, models.calls)
@@ -243,13 +281,13 @@ class FunctionExecutor:
                             adds_up=self._hooks.train.streaming and not self._waiting,
                         )
                         for runner in self._calls
-                    ]
+                    ],
+                    generate,
                 )
-                step.begin(metas, self._buffer.common_keys(tickets))
                 for runner in self._calls if ends_step else ():
                     if made := self._made.get(runner.mfc.name):
                         step.move(runner.mfc.output_keys, made)
-                group.create_task(self._function.run(models, Batch(metas, step.read, version=version)))
+                group.create_task(self._function.run(models, data))
             step.result.count(models.calls)
             for call in models.calls if self._waiting and not ends_step else ():
                 if step.missing.isdisjoint(call.mfc.output_keys):

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.master.generating import Generate
+from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
 
 Reader = Callable[[Sequence[str], str], Awaitable[list[list[Any]]]]
@@ -287,27 +289,50 @@ class Function:
 class Role:
     """The functions of a role's models, as attributes: `inf`, `train`, ..."""
 
-    def __init__(self, name: str, functions: Iterable[Function]) -> None:
-        self._name, self._functions = name, {function.mfc.function: function for function in functions}
+    def __init__(self, name: str, functions: Iterable[Function], generate: Generate[Batch] | None) -> None:
+        """generate: None: the role does not generate. Raises ValueError if a function has the same name."""
+        self._name, self._functions = name, dict[str, Any]({function.mfc.function: function for function in functions})
+        if generate is not None and self._functions.setdefault("generate", generate) is not generate:
+            raise ValueError(f"train.mfcs has a function 'generate' of {name}; rename it, because the step generates")
 
-    def __getattr__(self, name: str) -> Function:
+    def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_functions", {}):
             return self._functions[name]
-        raise AttributeError(f"{self._name} has no function {name!r}; it has {', '.join(self._functions)}")
+        hint = (
+            "; only the actor generates, if the step is `async def step(models, prompts)`" if name == "generate" else ""
+        )
+        raise AttributeError(f"{self._name} has no function {name!r}; it has {', '.join(self._functions)}{hint}")
 
 
 class Models:
     """The roles of a run, as attributes: `actor`, `ref`, `critic`, ... `functions`: all functions, in the order of their keys."""
 
-    def __init__(self, functions: Sequence[Function]) -> None:
-        self.functions = list(functions)
+    def __init__(self, functions: Sequence[Function], generate: Generate[Batch] | None = None) -> None:
+        """generate: None: the step gets its batch."""
+        self.functions, self._generate = list(functions), generate
         roles = dict.fromkeys(function.mfc.role for function in functions)
-        self._roles = {name: Role(name, (f for f in functions if f.mfc.role == name)) for name in roles}
+        self._roles = {
+            name: Role(name, (f for f in functions if f.mfc.role == name), generate if name == ACTOR else None)
+            for name in roles
+        }
 
     @property
     def calls(self) -> list[Call]:
         """All calls of the step so far."""
         return [call for function in self.functions for call in function.calls]
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those of all calls, and of the generation of the batch. Each has a limit of its own."""
+        generating = self._generate.task if self._generate is not None else None
+        return [call.task for call in self.calls] + ([generating] if generating is not None else [])
+
+    def check(self) -> None:
+        """Called when the step is over. Raises ValueError if it forgot to generate or to train, or dropped the result of a call."""
+        if self._generate is not None:
+            self._generate.check()
+        for function in self.functions:
+            function.check()
 
     def __getattr__(self, name: str) -> Role:
         if name in self.__dict__.get("_roles", {}):

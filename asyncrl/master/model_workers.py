@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import EMA, REF
+from asyncrl.config.schema import EMA, REF, ConfigError
+from asyncrl.config.validation import problems_of_generating_step
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import without_generation
 from asyncrl.dataflow.mfc import MFCDef
@@ -81,6 +82,13 @@ class ModelWorkers:
             missing_after_s=config.train.missing_after_s,
         )
         self.refresher = Refresher(self.models, self._detached, caller, config.worker.attempt, config.train)
+        function = StepFunction(config.train.step, config.train.call_timeout_s, remedy=self._remedy)
+        if function.generates:
+            problems = problems_of_generating_step(
+                config.mode, config.train, config.max_head_offpolicyness, config.overdue
+            )
+            if wrong := [f"{name}={value!r}: {remedy}" for name, value, remedy in problems]:
+                raise ConfigError("\n".join(wrong))
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
         self.executor = FunctionExecutor(
             homes_of(graph, self.models, caller, self.hooks, self._detached, self.refresher, tracker, buffer),
@@ -89,7 +97,7 @@ class ModelWorkers:
             tracker,
             caller,
             self.hooks,
-            StepFunction(config.train.step, config.train.call_timeout_s, remedy=self._remedy),
+            function,
             self.heads,
             records=config.records,
         )

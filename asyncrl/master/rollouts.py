@@ -15,7 +15,7 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.streaming import PartRunner
-from asyncrl.protocol.manager import LedgerView, MasterReport, ServerView
+from asyncrl.protocol.manager import LedgerView, MasterReport, Order, ServerView
 from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.service_client import ServiceClient
@@ -35,7 +35,11 @@ class ManagerReports:
     waits for: the manager, at most CALL_LIMIT_S.  unblocked by: its answer.
     """
 
-    def __init__(self, books: Books, buffer: AsyncIOSequenceBuffer, manager: ServiceClient) -> None:
+    def __init__(
+        self, books: Books, buffer: AsyncIOSequenceBuffer, manager: ServiceClient, *, orders: bool = False
+    ) -> None:
+        """orders: the train steps order their prompts."""
+        self.order = Order(before=books.progress.cursor) if orders else None  # of the step that runs, or the last one
         self._books, self._buffer, self._manager = books, buffer, manager
         self.servers: Sequence[ServerView] = ()  # from the newest view
         self.turn: Literal["", "generation", "training"] = ""  # see MasterReport
@@ -87,6 +91,7 @@ class ManagerReports:
                         wait_s=wait_s,
                         stop=self._stop,
                         turn=self.turn,
+                        order=self.order,
                     ),
                     LedgerView,
                     limit_s=CALL_LIMIT_S,
@@ -144,8 +149,9 @@ class BatchSource:
         """The generation servers in the manager's last view."""
         return ()
 
-    async def form_batch(self) -> Sequence[str]:
-        """Return the tickets of the next batch, in canonical order; empty if no batch follows or the launcher stops the run."""
+    async def form_batch(self, order: Order | None = None) -> Sequence[str]:
+        """Return the tickets of the next batch, in canonical order; empty if no batch follows or the launcher stops the run. order:
+        of a step that generates. All of its prompts are in the batch, except those that are rejected."""
         raise NotImplementedError
 
     async def trained(self, tickets: Sequence[str]) -> None:
@@ -194,8 +200,9 @@ class Rollouts(BatchSource):
     def servers(self) -> Sequence[ServerView]:
         return self._reports.servers
 
-    async def form_batch(self) -> Sequence[str]:
+    async def form_batch(self, order: Order | None = None) -> Sequence[str]:
         self.trained_s = 0.0
+        self._reports.order = order
         if not self._train.streaming:
             return await self._form(None)
         runner = PartRunner(

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from asyncrl.config.errors import ConfigError
 from asyncrl.config.import_object import import_object
-from asyncrl.master.handles import Batch, Call, Models
+from asyncrl.master.generating import Prompts
+from asyncrl.master.handles import Batch, Models
 from asyncrl.protocol.errors import RunEndedError
 
 
@@ -38,7 +39,8 @@ class StepFunction:
         """spec: train.step; "": the shipped function. limit_s: time for which the function may wait for something other than its
         calls. remedy: returns how to continue after a failure. Raises ConfigError."""
         self._spec, self._limit_s, self._remedy = spec, limit_s, remedy
-        self._function: Callable[[Models, Batch], Awaitable[None]] = shipped_step
+        self._function: Callable[[Models, Any], Awaitable[None]] = shipped_step
+        self.generates = False  # its second argument is `prompts` instead of a batch
         if spec:
             found = import_object(spec, "train.step")
             if not inspect.iscoroutinefunction(found):
@@ -46,23 +48,25 @@ class StepFunction:
                     f"train.step={spec}: it is {found!r}; name a function `async def step(models, batch)`"
                 )
             try:
-                inspect.signature(found).bind(None, None)
+                taken = inspect.signature(found).bind(None, None)
             except TypeError as error:
-                raise ConfigError(f"train.step={spec}: {error}; it is called as step(models, batch)") from None
+                raise ConfigError(
+                    f"train.step={spec}: {error}; it is called as step(models, batch), or step(models, prompts)"
+                ) from None
             self._function = found
+            self.generates = [*taken.arguments][-1] == "prompts"
 
-    async def run(self, models: Models, batch: Batch) -> None:
+    async def run(self, models: Models, data: Batch | Prompts) -> None:
         """Run the function to its end. Raises the error of a call that fails, and StepFunctionError."""
-        body = asyncio.ensure_future(self._function(models, batch))
+        body = asyncio.ensure_future(self._function(models, data))
         try:
             await self._until_done(body, models)
             body.result()
-            for function in models.functions:
-                function.check()
+            models.check()
         except StepFunctionError:
             raise
         except Exception as error:
-            if not self._spec or any(_error_of(call) is error for call in models.calls):
+            if not self._spec or any(_error_of(task) is error for task in models.tasks):
                 raise
             where = self._where(error)
             raise StepFunctionError(
@@ -73,11 +77,11 @@ class StepFunction:
 
     async def _until_done(self, body: asyncio.Future[None], models: Models) -> None:
         while not body.done():
-            calls = models.calls
-            running = [call.task for call in calls if not call.task.done()]  # each has a limit of its own
+            tasks = models.tasks
+            running = [task for task in tasks if not task.done()]  # each has a limit of its own
             limit_s = None if running else self._limit_s
             done, _ = await asyncio.wait({body, *running}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done and len(models.calls) == len(calls):
+            if not done and len(models.tasks) == len(tasks):
                 (frame,) = cast("asyncio.Task[None]", body).get_stack(limit=1)
                 where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise StepFunctionError(
@@ -92,5 +96,5 @@ class StepFunction:
         return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
-def _error_of(call: Call) -> BaseException | None:
-    return call.task.exception() if call.task.done() and not call.task.cancelled() else None
+def _error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None

@@ -20,7 +20,7 @@ from asyncrl.master.evaluations import Results
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.rollouts import BatchSource
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
-from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt
+from asyncrl.protocol.manager import EvalPart, EvaluatedPrompt, Order
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import StatusBoard
 
@@ -51,7 +51,7 @@ class Generation(BatchSource):
         cursor = books.progress.cursor
         self._next = cursor.epoch * books.progress.num_prompts + cursor.position
 
-    async def form_batch(self) -> Sequence[str]:
+    async def form_batch(self, order: Order | None = None) -> Sequence[str]:
         """Generate the groups of the next prompts. Prompts without a group are rejected, and further prompts replace them. A
         batch is smaller than batch_size only at the end of the run, or when the launcher stops the run."""
         self.seconds = {self._mfc.name: 0.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
@@ -15,6 +16,7 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
+from asyncrl.master.generating import NoBatch, Prompts
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import Publisher
@@ -23,10 +25,21 @@ from asyncrl.master.rollouts import BatchSource, unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.errors import RunEndedError
+from asyncrl.protocol.manager import Order
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import MasterState
+
+
+class _Formed(NamedTuple):
+    """The batch of a step, and when it was complete."""
+
+    batch: Sequence[str]
+    metas: Sequence[TrajectoryMeta]
+    monotonic: float
+    time: float
+    us: int  # of the timeline
 
 
 class Trainer:
@@ -66,6 +79,7 @@ class Trainer:
         self._run_dir = Path(config.worker.run_dir)
         self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, services)
         self._update_seconds = UpdateSeconds()
+        self._formed = _Formed((), (), 0.0, 0.0, 0)  # of the step that runs
         self._num_generated = books.summary.num_finished_tokens  # until the end of the previous step
 
     async def begin(self, state: MasterState | None) -> None:
@@ -112,31 +126,27 @@ class Trainer:
 
     async def train_one_step(self) -> bool:
         """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step,
-        or if no batch is left. If the launcher stops the run while the batch is formed, returns False without a step."""
-        books, clock = self._books, self._services.clock
+        or if no batch is left. Returns False without a step if the launcher stops the run while the batch is formed, or if all
+        prompts that the step has ordered are rejected: the next call orders further ones."""
+        books, clock, executor = self._books, self._services.clock, self._workers.executor
         self._skipped.check()
         await self._profiles.before_step(books.step + 1)
-        start = clock.monotonic()
-        with self._services.trace.span("form batch", track="steps", step=books.step + 1):
-            batch = await self._source.form_batch()
-        if self._leaving.is_set():  # a later attempt rolls out the prompts in the buffer again
-            return False
-        if not batch:
-            if books.step == self._config.first_step:
-                raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
-            return True
-        if self._turns.is_shared and self._evaluations.num_running:  # they need the servers, with these weights
-            await self._publisher.let_generate()
-            await unless(self._leaving, self._evaluations.ended())
-            if self._leaving.is_set():
+        start, version = clock.monotonic(), books.version.version
+        prompts = Prompts(books.progress, self._config.train.batch_size, version)
+        if executor.generates and not prompts.num_left:
+            return self._no_prompt_is_left()
+        try:
+            if executor.generates:
+                result = await executor.generate_step(prompts, self._config, self._form)
+            else:
+                result = await executor.execute_step(await self._form(), version)
+        except NoBatch:
+            if self._leaving.is_set() or executor.generates:
                 return False
-        await self._turns.training()
-        version = books.version.version
-        metas = self._buffer.metas(batch)
-        formed, train_start = clock.monotonic(), clock.time()
-        with self._services.trace.span("train step", track="steps", step=version + 1, prompts=len(batch)):
-            result = await self._workers.executor.execute_step(batch, version)
+            return self._no_prompt_is_left()
         train_end, trained = clock.time(), clock.monotonic()
+        batch, metas, formed, train_start, begun_us = self._formed
+        self._services.trace.add_span("train step", begun_us, track="steps", step=version + 1, prompts=len(batch))
         books.train(metas)
         await self._source.trained(batch)
         if self._skipped.add(result.stats):
@@ -162,6 +172,31 @@ class Trainer:
         last = books.is_over()
         self._run_schedules(last)
         return last
+
+    async def _form(self, order: Order | None = None) -> Sequence[str]:
+        """Form the batch of the next step; training may use the devices then. order: of a step that generates.
+
+        Raises NoBatch if the launcher stops the run meanwhile, if no prompt is left, or if all ordered ones are rejected."""
+        clock = self._services.clock
+        with self._services.trace.span("form batch", track="steps", step=self._books.step + 1):
+            batch = await self._source.form_batch(order)
+        if self._leaving.is_set() or not batch:  # a later attempt rolls out the prompts in the buffer again
+            raise NoBatch
+        if self._turns.is_shared and self._evaluations.num_running:  # they need the servers, with these weights
+            await self._publisher.let_generate()
+            await unless(self._leaving, self._evaluations.ended())
+            if self._leaving.is_set():
+                raise NoBatch
+        await self._turns.training()
+        metas = self._buffer.metas(batch)
+        self._formed = _Formed(batch, metas, clock.monotonic(), clock.time(), self._services.trace.now_us())
+        return batch
+
+    def _no_prompt_is_left(self) -> bool:
+        """Return True: the last step is over. Raises RejectedShareError if there was none."""
+        if self._books.step == self._config.first_step:
+            raise RejectedShareError(f"every prompt was rejected, so no step was trained: {self._books.rejections()}")
+        return True
 
     def _throughput(self, metas: Sequence[TrajectoryMeta], result: StepResult, step_s: float) -> dict[str, float]:
         config, models = self._config, self._workers.models

@@ -197,7 +197,7 @@ class MasterWorker(Worker):
         key = self.names.gserver_manager()
         connecting = ServiceClient.connect(directory, services, key=key, service="gserver manager")
         manager = await opened.enter_async_context(connecting)
-        reports = ManagerReports(books, buffer, manager)
+        reports = ManagerReports(books, buffer, manager, orders=workers.executor.generates)
         self.tasks.spawn(reports.follow(), "report to new managers")
         evaluator = ServerEvaluator(config.eval.timeout_s, manager, services)
         evaluations = Evaluations(config.eval, prompts, books, evaluator, services, write=write)

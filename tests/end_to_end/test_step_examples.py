@@ -21,6 +21,7 @@ LEARNS = {
     "grpo": {"reward/mean": (0.2, 0.6)},
     "ppo_critic": {"reward/mean": (-0.2, 0.45), "critic/explained_variance": (0.1, 0.15)},
     "self_play": {"game/best_moves": (0.6, 0.85), "game/best_replies": (0.7, 0.85)},
+    "verl_loop": {"reward/mean": (-0.2, 0.5)},
     "trained_judge": {"reward/mean": (0.5, 0.7), "judge/accuracy": (0.8, 0.85)},
 }
 
@@ -28,6 +29,7 @@ MODELS = {  # example -> its trained models, as saved at the end
     "grpo": ["final"],
     "ppo_critic": ["final", "final-critic"],
     "self_play": ["final", "final-opponent"],
+    "verl_loop": ["final", "final-critic"],
     "trained_judge": ["final", "final-judge"],
 }
 

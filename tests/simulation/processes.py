@@ -278,6 +278,14 @@ async def in_halves(models: Any, batch: Any) -> None:
     await batch
 
 
+async def in_orders(models: Any, prompts: Any) -> None:
+    """The step of a user that generates: of each three steps one orders a single prompt."""
+    ordered = prompts.next(1 if prompts.step % 3 == 0 else None)
+    batch = await models.actor.generate(ordered)
+    assert len(batch) <= len(ordered)
+    await in_halves(models, batch)
+
+
 class SimModelWorker(Worker):
     """A rank that computes nothing. Its receiver, its store and its calls are real. It notes the groups that it would train on,
     and which keys it has of which groups.

@@ -91,6 +91,7 @@ class Scenario:
     shares_devices: bool = False
     full_every: int = 1
     has_step: bool = False  # the step is a user's function
+    generates: bool = False  # which generates its batches
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -171,7 +172,7 @@ class Scenario:
                 streaming_order=self.streaming or "groups",
                 streaming_tokens=40,
                 arriving_inference=self.arriving,
-                step=f"{_HERE}:in_halves" if self.has_step else "",
+                step=f"{_HERE}:in_orders" if self.generates else f"{_HERE}:in_halves" if self.has_step else "",
                 call_timeout_s=60.0,
                 data_timeout_s=300.0,
             ),
@@ -222,6 +223,9 @@ def scenario_of(seed: int, *, faults: bool = True, **changes: Any) -> Scenario:
         checkpoint_steps=draw.choice((1, 3, 10, 10, 25)),
     )
     scenario = _with_features(scenario)
+    fits = not (scenario.eta or scenario.streaming or scenario.arriving or scenario.overdue == "train")
+    if fits and random.Random(f"generates {seed}").random() < 0.8:
+        scenario = replace(scenario, generates=True)
     if faults:
         scenario = _with_faults(scenario, draw)
     return replace(scenario, **changes)
@@ -329,7 +333,7 @@ def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
         )
     elif kind == "late_disk":
         lasts_s, strength = draw.choice((1.0, 10.0)), draw.choice((0.1, 1.0))
-    if draw.random() < 0.6:
+    if draw.random() < 0.8:
         return Fault(
             kind,
             target,

@@ -219,7 +219,7 @@ class MasterParts:
         self.buffer = AsyncIOSequenceBuffer(self.books.progress, capacity=capacity, attempt=config.worker.attempt)
         client: Any = SimpleNamespace()
         self.workers = ModelWorkers(config, client, caller, self.buffer, StorageTracker(), logger=logger)
-        self.reports = ManagerReports(self.books, self.buffer, manager)
+        self.reports = ManagerReports(self.books, self.buffer, manager, orders=self.workers.executor.generates)
         prompts = {
             name: [EvalPrompt(at + 1, "default") for at in range(chosen.num_prompts)]
             for name, chosen in evaluation_sets(config.eval).items()

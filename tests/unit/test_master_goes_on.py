@@ -130,7 +130,7 @@ class Source:
     def __init__(self, parts: MasterParts) -> None:
         self._parts = parts
 
-    async def form_batch(self) -> list[str]:
+    async def form_batch(self, order: Any = None) -> list[str]:
         first = self._parts.books.progress.cursor.position
         attempt, keys = self._parts.books.attempt, sorted(TRAJECTORY_KEYS)
         metas = [make_meta(at, f"t{at}", attempt=attempt, keys=keys) for at in (first, first + 1)]

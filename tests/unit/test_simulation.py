@@ -135,7 +135,7 @@ def test_scenarios_have_all_features_in_combinations_that_the_checks_accept():
     found = set()
     for scenario in map(scenario_of, range(60)):
         validate(scenario.config())
-        names = ("streaming", "reference", "arriving", "has_cpu_worker", "shares_devices", "has_step")
+        names = ("streaming", "reference", "arriving", "has_cpu_worker", "shares_devices", "has_step", "generates")
         features = [name for name in names if getattr(scenario, name)] + ["full_every"] * (scenario.full_every > 1)
         found |= {*features, *itertools.combinations(features, 2)}
     assert {
