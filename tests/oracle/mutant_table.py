@@ -39,10 +39,48 @@ MUTANTS = [
             'return max(fresh, idle), ""',
             "test_the_room_of_the_gate_is_the_smaller_of_its_bounds",
         ),
+        (
+            "prompts-are-issued-that-no-step-has-ordered",
+            "min(self.before, Locator(self.num_epochs, 0))",
+            "Locator(self.num_epochs, 0)",
+            "test_only_ordered_prompts_are_issued_with_the_size_that_is_ordered",
+        ),
+    ),
+    *_of(
+        "asyncrl/master/generating.py",
+        "tests/unit/test_generating_step.py",
+        (
+            "a-step-may-take-the-end-of-the-run-for-an-error",
+            "class NoBatch(BaseException):",
+            "class NoBatch(Exception):",
+            "test_a_function_cannot_go_on_without_a_batch",
+        ),
+        (
+            "a-step-generates-longer-responses-than-are-planned",
+            "if not 1 <= longest <= configured.max_new_tokens:",
+            "if not 1 <= longest:",
+            "test_what_is_wrong_in_a_step_is_named_with_its_line",
+        ),
+    ),
+    *_of(
+        "asyncrl/master/trainer.py",
+        "tests/unit/test_generating_step.py",
+        (
+            "a-run-ends-once-all-prompts-of-a-step-are-rejected",
+            "if self._leaving.is_set() or executor.generates:",
+            "if self._leaving.is_set():",
+            "test_each_step_orders_what_the_steps_before_have_left",
+        ),
     ),
     *_of(
         "asyncrl/manager/ledger.py",
         "tests/unit/test_ledger.py",
+        (
+            "a-late-report-takes-an-order-back",
+            "self._order.before < order.before",
+            "self._order != order",
+            "test_the_same_order_again_and_an_older_one_change_nothing",
+        ),
         (
             "a-finished-rollout-still-counts-as-running",
             "            self._num_running -= 1\n",
