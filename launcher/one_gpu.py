@@ -22,7 +22,9 @@ from pathlib import Path
 from gpu_stages.sheet import FAILED, Row, Sheet, table
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS_S = {"facts": 40.0, "kernels": 90.0, "step": 180.0}
+# Seconds of each stage, in the order in which they run
+LIMITS_S = {"facts": 40.0, "kernels": 90.0, "step": 180.0, "nccl": 40.0, "generate": 90.0, "oom": 40.0}
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in a run (asyncrl/launch/program.py)
 
 
 def main() -> int:
@@ -35,6 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.commit = args.commit or _commit()
+    os.environ.update(ALLOCATOR | os.environ)
     if args.stage == "all":
         return run_all(args)
     return show_table(args.out) if args.stage == "table" else run(args)

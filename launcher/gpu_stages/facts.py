@@ -16,7 +16,7 @@ from asyncrl.model.attention import kernels_text
 from asyncrl.model.sharding import Skeleton, load_config
 
 from .bench import GIB, Bench
-from .sheet import Row
+from .sheet import NEEDS_GPU, Row
 
 # G elements/s of one core, measured on another machine
 _ISNAN_CORE, _CAST_CORE = 0.38, 0.49
@@ -55,8 +55,11 @@ def attention_kernel(bench: Bench) -> Iterator[Row]:
 
 def cuda_after_fork(bench: Bench) -> Iterator[Row]:
     """Workers are forked from a process that has imported torch."""
+    if not bench.on_gpu:
+        yield Row("CUDA in a process forked after import torch", note=NEEDS_GPU)
+        return
     child = "import os, sys, torch; pid = os.fork(); "
-    child += f"(torch.zeros(1, device={bench.device.type!r}).cpu(), os._exit(0)) if not pid else None; "
+    child += "(torch.zeros(1, device='cuda').cpu(), os._exit(0)) if not pid else None; "
     child += "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=False)
     if done.returncode:

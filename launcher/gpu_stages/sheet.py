@@ -44,9 +44,9 @@ class Sheet:
         self._write()
 
     def add(self, row: Row) -> None:
-        """Rows of a CPU that stand for a GPU lose their values."""
+        """Rows of a CPU that stand for a GPU lose their figures."""
         if not (self._on_gpu or row.anywhere or row.failed):
-            row = Row(row.name, unit=row.unit, planned=row.planned, note=NEEDS_GPU)
+            row = Row(row.name, unit=row.unit, note=NEEDS_GPU)
         self.failed += row.failed
         entry = asdict(row) | {"at_s": round(time.monotonic() - self._began, 2)}
         del entry["anywhere"]

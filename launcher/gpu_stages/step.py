@@ -126,7 +126,7 @@ class Step:
         self.engine = TrainEngine(task.model, train, device=bench.device, weights=random_weights(bench.device))
         self._interface = make_interface(mfc, train)
         self.lengths = task.loads[mfc.name].lengths * MICRO_BATCHES
-        self._sample = random_sample(self.lengths, mfc.input_keys, self.engine.vocab_size)
+        self.sample = random_sample(self.lengths, mfc.input_keys, self.engine.vocab_size)
         self._done = 0
 
     @property
@@ -137,7 +137,7 @@ class Step:
     def __call__(self) -> None:
         """Take one step. Raises RuntimeError if it had no gradient: then backward has computed nothing."""
         step = self._interface.begin(self._done)
-        _, stats = self._interface.run(self.engine, self._sample, batch_ids=self._sample.ids, step=step)
+        _, stats = self._interface.run(self.engine, self.sample, batch_ids=self.sample.ids, step=step)
         self._done += 1
         norms = [float(value) for key, value in stats.items() if "grad_norm" in key]
         if not norms or not all(norm > 0 and math.isfinite(norm) for norm in norms):

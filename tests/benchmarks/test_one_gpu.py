@@ -13,7 +13,7 @@ import pytest
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
 LIMIT_S = 380  # all stages take half a minute; the machine may be busy
-STAGES = ("facts", "kernels", "step")
+STAGES = ("facts", "kernels", "step", "nccl", "generate", "oom")
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
