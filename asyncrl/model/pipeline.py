@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,13 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
     count = len(stage.micro_batches)
     hidden = _hidden(stage, "meta").requires_grad_()
     number = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+
+    def lose(_: nn.Module, __: object, kwargs: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        return loss_of(outputs, int(kwargs["number"])).float()
+
+    # torch 2.11 demands the same shape of the outputs of all micro-batches. The last stage's are as long as their tokens; its loss
+    # is a number
+    hook = stage.register_forward_hook(lose, with_kwargs=True) if stage.is_last else None
     schedule = Schedule1F1B(
         PipelineStage(
             stage,
@@ -245,19 +252,22 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
             mesh.placement.grid.num_stages,
             stage.device,
             input_args=number if stage.is_first else hidden,
-            output_args=(hidden,)
-            * (2 if stage.is_last and stage.kind == "lm" else 1),  # one per output; only the count matters
+            output_args=torch.empty((), device="meta") if stage.is_last else hidden,
             group=mesh.group_that_splits(LAYERS),
         ),
         count,
-        loss_fn=lambda outputs, target: loss_of(outputs, int(target)),
+        loss_fn=lambda loss, target: loss,
         scale_grads=False,
     )
     numbers = torch.tensor([[number] for number in range(count)])
-    if stage.is_first:
-        schedule.step(numbers, return_outputs=False)
-    else:
-        schedule.step(number=numbers, target=numbers if stage.is_last else None, return_outputs=False)
+    try:
+        if stage.is_first:
+            schedule.step(numbers, return_outputs=False)
+        else:
+            schedule.step(number=numbers, target=numbers if stage.is_last else None, return_outputs=False)
+    finally:
+        if hook is not None:
+            hook.remove()
     for parameter, grad in earlier.items():
         parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 

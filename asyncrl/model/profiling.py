@@ -36,7 +36,7 @@ class Profiler:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         try:
-            recording = profile(activities=activities)
+            recording = profile(activities=activities, acc_events=True)  # without it torch 2.11 warns of later cycles
             recording.start()
             self._recording = recording
         except Exception as error:

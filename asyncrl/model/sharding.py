@@ -39,7 +39,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
@@ -432,7 +431,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
         raise ConfigError(f"{what} has no plan for tensor parallelism in transformers; {remedy}")
     _check_sizes(model, plan, size, what)
     for name, module in model.named_modules():
-        style = plan.get(replace_layer_number_by_wildcard(name))
+        style = plan.get(_wildcard(name))
         if module is embedding:
             if type(module) is not nn.Embedding:
                 raise ConfigError(f"{what} embeds with a {type(module).__name__}, which cannot be split; {remedy}")
@@ -453,7 +452,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
         else:
             raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
     for name, parameter in model.named_parameters():
-        style = plan.get(replace_layer_number_by_wildcard(name))
+        style = plan.get(_wildcard(name))
         if style is not None:
             raise ConfigError(
                 f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
@@ -465,12 +464,17 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     return ranks
 
 
+def _wildcard(name: str) -> str:
+    """Return the module's name as transformers' plans write it: `layers.*.mlp` for `layers.3.mlp`."""
+    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
+
+
 def _on_whole_rows(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the modules that take whole rows, and whether their matrices are split: each module with column-parallel layers, and
     every other child of a layer that has modules of its own, since it may mix tokens (attention that the plan leaves whole).
     Everything else computes token by token.
     """
-    styles = {name: replace_layer_number_by_wildcard(name) for name, _ in model.named_modules()}
+    styles = {name: _wildcard(name) for name, _ in model.named_modules()}
     split = [name for name, wildcard in styles.items() if plan.get(wildcard) in ("colwise", "rowwise")]
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in split if plan[styles[name]] == "colwise"):
         yield model.get_submodule(parent), True
@@ -487,7 +491,7 @@ def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: i
     heads = config.num_attention_heads
     sizes = {"attention heads": heads, "key heads": getattr(config, "num_key_value_heads", None) or heads}
     for name, module in model.named_modules():
-        style = plan.get(replace_layer_number_by_wildcard(name))
+        style = plan.get(_wildcard(name))
         if isinstance(module, nn.Linear) and style in ("colwise", "rowwise") and ".mlp." in name:
             sizes["width of the MLP"] = module.out_features if style == "colwise" else module.in_features
     if bad := [f"{size} {name}" for name, size in sizes.items() if size % tensor_size]:

@@ -349,7 +349,9 @@ def installed(wraps: Sequence[tuple[type, str, Callable[[Any], Any]]] = (), *, l
     """Context in which the seams are installed. Simulations run inside it. wraps: further replacements, such as a bug: (owner,
     name, function that makes the new attribute from the old one)."""
     replaced: list[tuple[Any, str, Any]] = []
-    registry = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
+    registry: Any = getattr(asyncio.tasks, "_all_tasks", None)  # Python 3.11
+    if registry is None:
+        registry = asyncio.tasks._scheduled_tasks  # type: ignore[attr-defined]
     registry.add = lambda task: None  # loops keep their own list, because Python's weak set costs more than a task
     disabled = logging.root.manager.disable
     if not log:
