@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn  # registers the operations  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from asyncrl.model.logprobs import SPAN as LOGPROBS
@@ -280,12 +280,19 @@ def _varlen_backward_flops(args: Any, kwargs: Any) -> int:
 
 def _sdpa_flops(args: Any, kwargs: Any) -> int:
     causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
-    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3]))) // (2 if causal else 1)  # type: ignore[no-untyped-call]
+    return _products(*args[:3], widths=1, value_widths=1) // (2 if causal else 1)
 
 
 def _sdpa_backward_flops(args: Any, kwargs: Any) -> int:
     causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
-    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))) // (2 if causal else 1)  # type: ignore[no-untyped-call]
+    return _products(*args[1:4], widths=3, value_widths=2) // (2 if causal else 1)
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, *, widths: int, value_widths: int) -> int:
+    """FLOPs of so many products of matrices [queries, keys] with one as wide as a key, or as a value. torch 2.11 has the same
+    formula only for as many key heads as query heads."""
+    width = widths * query.shape[-1] + value_widths * value.shape[-1]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * width
 
 
 def _grouped_flops(args: Any, kwargs: Any) -> int:
