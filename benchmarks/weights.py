@@ -209,7 +209,7 @@ class Trainer:
         self.session = session = await self._opened.enter_async_context(open_session(max_connections=0))
         sender = WeightSender(
             ServerClient(session),
-            ShareReader(session, url_of),
+            ShareReader(session, url_of, host="127.0.0.1", device=device, backend="gloo"),
             name="benchmark",
             host="127.0.0.1",
             device=device,

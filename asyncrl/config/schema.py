@@ -513,7 +513,8 @@ class WeightsConfig:
     # machines reach the run and network.authenticate=on, because gloo and NCCL do not authenticate.
     transport: str = choice(FILES, *TRANSPORTS)
     broadcast_backend: str = choice(AUTO, AUTO, "gloo", "nccl")  # auto: nccl if the trainer has a GPU, else gloo
-    # Limit of one broadcast; after that its servers load the version from disk. Must be below manager.update_timeout_s
+    # Limit of one broadcast, which like that of an update grows by 10 s for each GB; after that its servers load the version from
+    # disk. Must be below manager.update_timeout_s
     broadcast_timeout_s: float = limited(30.0, above=0)
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP into memory, once per host.
     # on | off: all hosts share the folder | auto: on if the run has several hosts (a host that sees the folder fetches nothing)

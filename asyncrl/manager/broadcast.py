@@ -89,7 +89,7 @@ class BroadcastInManager(ManagerSide):
 
     async def _send(self, updates: Sequence[Update]) -> BroadcastReply:
         """Request that the trainer sends a version to servers that are paused for it."""
-        version, limit_s = str(updates[0].version), self._means.limit_s
+        version, limit_s = str(updates[0].version), self._means.limit_s + updates[0].bytes_s
         targets = [BroadcastTarget(server=update.server, url=update.url) for update in updates]
         request = BroadcastRequest(weight_version=version, targets=targets, limit_s=limit_s)
         try:

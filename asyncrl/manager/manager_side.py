@@ -83,7 +83,7 @@ class Means:
     calls: ServerCalls
     path_of: Callable[[WeightVersion], Path]  # the folder of a version
     files_url: str  # from which servers that do not see the run's folder fetch versions; "": all servers see the folder
-    limit_s: float  # of one transfer from memory
+    limit_s: float  # of one transfer from memory, without the time for its bytes
     counters: Counter[tuple[str, str]]  # (event, server) -> count
     logger: logging.Logger
 

@@ -43,6 +43,7 @@ class Update:
     incarnation: int
     version: WeightVersion
     limit_s: float
+    bytes_s: float = 0.0  # of limit_s, for the version's bytes
     from_memory: bool = False  # the trainer's; else from disk
     is_new: bool = False  # the server may serve the version already: the previous manager may have loaded it
 
@@ -113,7 +114,11 @@ class UpdatePlan:
     @property
     def limit_s(self) -> float:
         """Time limit of an update: update_timeout_s plus the time that the version's bytes take at SLOW_BYTES_PER_S."""
-        return self._timeout_s + self._num_bytes / SLOW_BYTES_PER_S
+        return self._timeout_s + self._bytes_s
+
+    @property
+    def _bytes_s(self) -> float:
+        return self._num_bytes / SLOW_BYTES_PER_S
 
     @property
     def slow_after_s(self) -> float:
@@ -213,7 +218,8 @@ class UpdatePlan:
             is_new = server.is_new
             incarnation = self._table.begin_update(name, version)
             self._running[name] = _Running(incarnation, now, serving)
-            updates.append(Update(name, server.url, incarnation, version, self.limit_s, from_memory, is_new))
+            update = Update(name, server.url, incarnation, version, self.limit_s, self._bytes_s, from_memory, is_new)
+            updates.append(update)
         return updates
 
     def _source(self, server: Server, target: WeightVersion) -> tuple[WeightVersion | None, bool]:

@@ -4,7 +4,7 @@
     gserver manager -- POST /broadcast_weights: version, paused servers --> one broadcast to all of them
     per server: join a group (reused for the same set of servers), begin, one request per bucket during its broadcast, end
 
-The sender reads the other ranks' shares bucket by bucket while it sends, so no rank holds the whole model.
+The sender receives the other ranks' shares bucket by bucket while it sends, so no rank holds the whole model.
 
 The broadcast starts only after every server has joined the group and accepted the announced tensors. If a server refuses, dies or
 hangs, the sender leaves the group and sends everything again to the other servers, within the same time limit. Only the servers at
@@ -29,7 +29,7 @@ import torch
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, WeightsConfig
-from asyncrl.model.held_weights import Answers, SentBucket, ShareReader, ShareServer
+from asyncrl.model.held_weights import SentBucket, ShareReader, Shares, ShareServer
 from asyncrl.model.trainer_side import HeldShare, Rank, TrainerSide
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.names import ACTOR
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 _MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
 _MAX_TRIES = 3  # for one request
-_SILENT_SHARE = 1 / 6  # of the limit of a broadcast: a server at fault is found within a quarter of the limit
+_SILENT_SHARE = 1 / 6  # of weights.broadcast_timeout_s: a server at fault is found within a quarter of it
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
@@ -174,18 +174,18 @@ class Broadcast:
         ]
         await self._of_all([mine, *theirs])
 
-    async def run(self, group: GroupMember, reader: ShareReader, answers: Answers) -> BroadcastReply:
-        """Run all steps from `begin` to `end` with servers that have joined the group. answers: the shares of the other ranks."""
+    async def run(self, group: GroupMember, reader: ShareReader, shares: Shares) -> BroadcastReply:
+        """Run all steps from `begin` to `end` with servers that have joined the group. shares: those of the other ranks."""
         await self._begin()
         digests: list[str] = []
         count = len(self._held.specs)
-        async with reader.buckets(self._held, answers, pin=group.backend == "nccl") as buckets:
-            self.stage = f"reading bucket 1 of {count}"
+        async with reader.buckets(self._held, shares, pin=group.backend == "nccl") as buckets:
+            self.stage = f"collecting bucket 1 of {count}"
             async for bucket in buckets:
                 digests.append(bucket.digest)
                 self.stage = f"broadcasting bucket {len(digests)} of {count}"
                 await self._send(group, bucket, is_last=len(digests) == count)
-                self.stage = f"reading bucket {len(digests) + 1} of {count}"
+                self.stage = f"collecting bucket {len(digests) + 1} of {count}"
         return await self._end(digests)
 
     async def _begin(self) -> None:
@@ -295,10 +295,20 @@ class Broadcast:
             raise errors[0]
 
 
+def backend_of(options: WeightsConfig, device: torch.device) -> str:
+    """The backend of the groups that weights travel in. Raises ConfigError."""
+    backend = options.broadcast_backend
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
+    return backend
+
+
 class WeightSender(TrainerSide):
     """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name failed servers.
 
-    waits for: servers to join, accept and receive; a whole broadcast takes at most weights.broadcast_timeout_s.
+    waits for: servers to join, accept and receive; a whole broadcast takes at most the limit of its request.
     unblocked by: the servers, or that limit. The training side never waits for any of this.
     """
 
@@ -309,11 +319,7 @@ class WeightSender(TrainerSide):
         """client: sends the requests to the servers. reader: reads the other ranks' shares."""
         super().__init__()
         self._name, self._host, self._device, self._options = name, host, device, options
-        self._backend = options.broadcast_backend
-        if self._backend == "auto":
-            self._backend = "nccl" if device.type == "cuda" else "gloo"
-        if self._backend == "nccl" and device.type != "cuda":
-            raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
+        self._backend = backend_of(options, device)
         self._logger, self._trace, self._clock = services.logger, services.trace, services.clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._failing = False  # whether the last broadcast failed; its failure has been logged
@@ -330,6 +336,7 @@ class WeightSender(TrainerSide):
             await self._leave_all()
 
     async def _leave_all(self) -> None:
+        self._reader.keep(None)
         for key in list(self._groups):
             self._leave(key)
         if self._goodbyes:  # servers that this run did not start outlive it and would keep the groups
@@ -346,7 +353,7 @@ class WeightSender(TrainerSide):
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
-        limit_s = min(request.limit_s, self._options.broadcast_timeout_s)
+        limit_s = request.limit_s
         began = self._clock.monotonic()
         reply, left, num_tries = BroadcastReply(), targets, 0
         async with AsyncExitStack() as opened:
@@ -374,14 +381,14 @@ class WeightSender(TrainerSide):
     ) -> tuple[BroadcastReply, list[BroadcastTarget]]:
         """Broadcast once. Returns the reply, and the servers that may get the version in another try. Until that has opened the
         shares again, this try keeps them open, so that the other ranks keep them."""
-        silent_s = limit_s * _SILENT_SHARE
+        silent_s = min(limit_s, self._options.broadcast_timeout_s) * _SILENT_SHARE
         broadcast = Broadcast(held, targets, self._client, deadline=deadline, silent_s=silent_s, clock=self._clock)
         again: list[BroadcastTarget] = []
         try:
             async with asyncio.timeout(broadcast.left_s):
                 broadcast.stage = "opening the shares of the other ranks"
-                answers = await self._reader.open(held, opened)
-                reply = await broadcast.run(await self._group_of(targets, broadcast), self._reader, answers)
+                shares = await self._reader.open(held, opened, broadcast.left_s)
+                reply = await broadcast.run(await self._group_of(targets, broadcast), self._reader, shares)
         except ServersAtFault as fault:
             reply = BroadcastReply(errors=dict(fault.causes))
             again = [target for target in targets if target.server not in fault.causes]
@@ -488,7 +495,7 @@ async def broadcasting(rank: Rank) -> AsyncIterator[TrainerSide]:
     info, directory = rank.info, rank.directory
     names = directory.names
     if not rank.is_first:
-        shares = ShareServer(info.runtime.host, limit_s=rank.weights.broadcast_timeout_s)
+        shares = ShareServer(info.runtime.host, rank.device)
         async with shares.serving() as url:
             await directory.publish(names.held_weights(info.index, info.attempt), url)
             yield shares
@@ -502,7 +509,14 @@ async def broadcasting(rank: Rank) -> AsyncIterator[TrainerSide]:
     async with open_session(max_connections=0) as session:
         sender = WeightSender(
             ServerClient(session),
-            ShareReader(session, url_of),
+            ShareReader(
+                session,
+                url_of,
+                host=info.runtime.host,
+                device=rank.device,
+                backend=backend_of(rank.weights, rank.device),
+                clock=rank.services.clock,
+            ),
             name=f"{info.experiment}/{info.trial}/a{info.attempt}",
             host=info.runtime.host,
             device=rank.device,

@@ -62,6 +62,15 @@ class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
     limit_s: float = 60.0  # not in SGLang: time limit for all members to join
 
 
+class SendShare(Struct, frozen=True, kw_only=True):
+    """POST /held_weights, from the sender to another rank of the trainer: join this group, unless it is the one of the last time,
+    and send the share of this version to its rank 0. The answer begins when the share is found. Its body is the digest of each
+    bucket, and "all sent"."""
+
+    weight_version: str
+    group: JoinUpdateGroup
+
+
 class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
     """POST /begin_weight_update. SGLang ignores this body. Our server reads it, so it can refuse
     the update before tensors are sent."""

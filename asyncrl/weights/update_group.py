@@ -1,4 +1,5 @@
-"""Weights over the network: the code shared by the sender (model/broadcast.py) and receivers (generation/receive.py, SGLang).
+"""Weights over the network: the code shared by the sender (model/broadcast.py) and receivers (generation/receive.py, SGLang), and
+by the ranks of the trainer, which bring their shares to the sender (model/held_weights.py).
 
 An update group consists of one trainer rank, which is rank 0 and sends, and the generation servers of a wave, which are updated
 together. Each server has one rank per tensor parallel rank. Tensors are sent in buckets: tensors of one dtype, one after another in
@@ -132,17 +133,16 @@ def views(flat: Tensor, specs: TensorSpecs) -> list[Tensor]:
 
 
 def digest(flat: Tensor) -> str:
-    """xxh3 of a bucket on the CPU, or of blocks spread over it if it is larger than _DIGEST_BYTES.
+    """xxh3 of a bucket, or of blocks spread over it if it is larger than _DIGEST_BYTES. From a GPU only these blocks are copied.
 
     Detects different weights, a different order, and tensors that changed while they were sent. Does not detect a single wrong bit
     in a large bucket; the network has checksums for that, and reading everything twice more would take half as long as sending it.
     """
-    data = flat.numpy().data
-    stride = max(_BLOCK_BYTES, -(-len(data) * _BLOCK_BYTES // _DIGEST_BYTES))
+    stride = max(_BLOCK_BYTES, -(-len(flat) * _BLOCK_BYTES // _DIGEST_BYTES))
     state = xxhash.xxh3_64()
-    for start in range(0, len(data), stride):
-        state.update(data[start : start + _BLOCK_BYTES])
-    state.update(data[-_BLOCK_BYTES:])
+    for start in range(0, len(flat), stride):
+        state.update(flat[start : start + _BLOCK_BYTES].cpu().numpy().data)
+    state.update(flat[-_BLOCK_BYTES:].cpu().numpy().data)
     return str(state.hexdigest())
 
 
@@ -201,39 +201,66 @@ class GroupMember:
         self._thread = GroupThread(f"update group {name}")
         self._group: Backend | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._left = False
 
     async def join(
-        self, open_store: Callable[[], Store], *, rank: int, size: int, limit_s: float, host: str, device: torch.device
+        self,
+        open_store: Callable[[], Store],
+        *,
+        rank: int,
+        size: int,
+        limit_s: float,
+        host: str,
+        device: torch.device,
+        sends: bool = False,
     ) -> None:
-        """Open the store and join the group with the other ranks. Raises RuntimeError if they do not all join within limit_s."""
+        """Open the store and join the group with the other ranks. sends: this rank sends although it is not rank 0. Raises
+        RuntimeError if they do not all join within limit_s."""
 
         def join() -> Backend:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            if self.backend == "nccl" and rank == 0:
+            if self.backend == "nccl" and (rank == 0 or sends):
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             return _open(open_store(), self.name, self.backend, rank, size, limit_s, host)
 
         self._group = await self._thread.call(join)
 
     async def broadcast(self, flat: Tensor, limit_s: float) -> None:
-        """Send (rank 0) or receive a flat tensor. Raises RuntimeError if it takes longer than limit_s or a peer is gone.
+        """Send (rank 0) or receive a flat tensor. Raises RuntimeError if it takes longer than limit_s or a peer is gone."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=limit_s)
+        await self._carry(lambda group, there: group.broadcast([there], options), flat, limit_s)
 
-        The sender's tensor is on the CPU. With NCCL it is copied to the device, on a stream that no computation uses.
-        """
+    async def send(self, flat: Tensor, limit_s: float) -> None:
+        """Send a flat tensor to rank 0. Raises RuntimeError like `broadcast`."""
+        await self._carry(lambda group, there: group.send([there], 0, 0), flat, limit_s)
+
+    async def receive(self, flat: Tensor, source: int, limit_s: float) -> None:
+        """Receive a flat tensor that a rank sends. Raises RuntimeError like `broadcast`."""
+        await self._carry(lambda group, there: group.recv([there], source, 0), flat, limit_s)
+
+    async def _carry(self, begin: Callable[[Any, Tensor], Any], flat: Tensor, limit_s: float) -> None:
+        """Begin a transfer and wait for its end. A sender's tensor may be on the CPU: with NCCL it is copied to the device, on a
+        stream that no computation uses."""
         group, stream = self._group, self._stream
         assert group is not None, "join first"
 
-        def send_or_receive() -> None:
+        def carry() -> None:
             with torch.cuda.stream(stream):  # None: no change
-                there = flat if stream is None else flat.to(stream.device, non_blocking=True)
-                _broadcast(group, there, limit_s, self._clock)
+                started = self._clock.monotonic()
+                work = begin(group, flat if stream is None else flat.to(stream.device, non_blocking=True))
+                work.wait(timedelta(seconds=max(0.001, limit_s - (self._clock.monotonic() - started))))
 
-        await self._thread.call(send_or_receive)
+        await self._thread.call(carry)
 
     def leave(self) -> None:
-        """Leave the group. NCCL aborts a call in progress. With gloo it ends by its own limit; then the sockets are closed."""
-        group = self._group
+        """Leave the group, once. NCCL aborts a call in progress. With gloo it ends by its own limit; then sockets are closed."""
+        if self._left:
+            return
+        group, self._left = self._group, True
         if group is not None and self.backend == "nccl":
             threading.Thread(target=group.abort, name=f"abort {self.name}", daemon=True).start()
         self._thread.call(self._close)
@@ -275,16 +302,6 @@ def _nccl_errors_end_no_process() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> None:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.timeout = timedelta(seconds=limit_s)
-    started = clock.monotonic()
-    work = group.broadcast([flat], options)  # type: ignore[attr-defined]
-    work.wait(timedelta(seconds=max(0.001, limit_s - (clock.monotonic() - started))))
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -50,6 +50,7 @@ from tests.support.services import make_services
 V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
+CPU = torch.device("cpu")
 START_LIMIT_S = 90.0  # for a process that imports torch, on a busy machine
 SEND_LIMIT_S = 10.0  # long enough to reach the middle of a broadcast that cannot succeed; one test waits for its end
 PROMPT = [3, 1, 4, 1, 5]
@@ -219,6 +220,10 @@ class Unannounced(ServerClient):
         return await super().post(target, path, message)
 
 
+def reader(session: aiohttp.ClientSession, url_of: Callable[[int], Awaitable[str]]) -> ShareReader:
+    return ShareReader(session, url_of, host="127.0.0.1", device=CPU, backend="gloo")
+
+
 @asynccontextmanager
 async def sender(
     limit_s: float = LIMIT_S,
@@ -235,7 +240,7 @@ async def sender(
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     async with open_session(max_connections=0) as session:
         made = WeightSender(
-            client(session), ShareReader(session, url_of), name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"),
+            client(session), reader(session, url_of), name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"),
             options=options, services=make_services(),
         )  # fmt: skip
         async with made.serving() as url:
@@ -378,7 +383,7 @@ class Ranks:
     """The other two of three ranks of a trainer. The sender has a third of the tensors."""
 
     def __init__(self) -> None:
-        self.servers = [ShareServer("127.0.0.1", limit_s=LIMIT_S) for _ in range(2)]
+        self.servers = [ShareServer("127.0.0.1", CPU) for _ in range(2)]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[tuple[str, str]]:
@@ -416,6 +421,50 @@ async def test_the_shares_of_other_ranks_are_sent_too(model_path: Path) -> None:
         assert requests.asked["/begin_weight_update"] == before["/begin_weight_update"]
 
 
+async def test_two_broadcasts_at_the_same_time_do_not_mix(model_path: Path) -> None:
+    """Each of them has a group of the ranks. One group is kept, and later broadcasts use it."""
+    ranks = Ranks()
+    async with (
+        served(model_path) as one,
+        served(model_path) as two,
+        ranks.serving() as urls,
+        sender(ranks=urls) as trainer,
+    ):
+        trainer.hold(ranks.hold(V1))
+        assert await asyncio.gather(send(trainer, V1, one), send(trainer, V1, two)) == [BroadcastReply()] * 2
+        sent = [await one.logprobs(), await two.logprobs()]
+        await one.load(V1)
+        assert sent == [await one.logprobs()] * 2
+        groups = set(ranks.servers[0]._members)
+        assert len(groups) == 2
+        for version in (V1, V2):
+            trainer.hold(ranks.hold(version))
+            assert await send(trainer, version, one) == BroadcastReply()
+        assert set(ranks.servers[0]._members) == groups
+
+
+async def test_a_rank_that_notices_late_that_all_is_sent_stays_in_the_group(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender has received everything before the rank returns from its last call. The sender keeps the group, so the rank
+    must keep it too: the next broadcast would wait for it until the limit."""
+    ranks = Ranks()
+    send_at_once = GroupMember.send
+
+    async def send_late(member: GroupMember, flat: torch.Tensor, limit_s: float) -> None:
+        await send_at_once(member, flat, limit_s)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(GroupMember, "send", send_late)
+    async with served(model_path) as client, ranks.serving() as urls, sender(ranks=urls) as trainer:
+        groups = []
+        for version in (V1, V2):
+            trainer.hold(ranks.hold(version))
+            assert await send(trainer, version, client) == BroadcastReply()
+            groups.append(set(ranks.servers[1]._members))
+        assert groups[0] == groups[1] != set()
+
+
 async def test_the_sender_holds_its_share_and_a_few_buckets() -> None:
     """The peak memory of the process, measured by the kernel: reading the other shares needs two buckets and the buffers of a
     connection, not the model."""
@@ -423,7 +472,7 @@ async def test_the_sender_holds_its_share_and_a_few_buckets() -> None:
     tensors = [(f"w{number}", torch.rand(bucket_bytes // 4), torch.float32) for number in range(num_buckets)]
     other = HeldShare(V1, pack(tensors, bucket_bytes))
     mine = HeldShare(V1, [], others={1: [bucket.specs for bucket in other.buckets]})
-    rank = ShareServer("127.0.0.1", limit_s=LIMIT_S)
+    rank = ShareServer("127.0.0.1", CPU)
 
     def memory(field: str) -> int:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
@@ -441,8 +490,8 @@ async def test_the_sender_holds_its_share_and_a_few_buckets() -> None:
         rank.hold(other)
         await asyncio.gather(*other.digests)
         before = begin()
-        opened, reader = AsyncExitStack(), ShareReader(session, url_of)
-        async with opened, reader.buckets(mine, await reader.open(mine, opened)) as buckets:
+        opened, collector = AsyncExitStack(), reader(session, url_of)
+        async with opened, collector.buckets(mine, await collector.open(mine, opened, LIMIT_S)) as buckets:
             number = 0
             async for bucket in buckets:
                 assert torch.equal(bucket.flat, other.buckets[number].flat)

@@ -82,7 +82,7 @@ async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
     async with open_session(max_connections=0) as session:
         made = WeightSender(
             ServerClient(session),
-            ShareReader(session, no_other_rank),
+            ShareReader(session, no_other_rank, host="127.0.0.1", device=torch.device("cpu"), backend="gloo"),
             name="e/t/a1",
             host="127.0.0.1",
             device=torch.device("cpu"),

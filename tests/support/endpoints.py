@@ -53,7 +53,7 @@ HTTP: dict[str, dict[str, str]] = {
     "model_worker": {
         "POST /held_data": "model_worker",
         "POST /kept_weights": "model_worker",
-        "GET /held_weights/{version}": "model_worker",
+        "POST /held_weights": "model_worker",
         "POST /broadcast_weights": "gserver_manager",
     },
     "replayer": {"POST /report": "master"},

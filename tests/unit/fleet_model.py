@@ -130,6 +130,7 @@ class Servers:
                     update.incarnation,
                     serves,
                     update.limit_s,
+                    update.bytes_s,
                     update.from_memory,
                     is_new=True,
                 )

@@ -130,7 +130,7 @@ def test_a_new_attempt_makes_all_servers_stale_and_begins_from_disk() -> None:
 
 
 def update_of(server: str) -> Update:
-    return Update(server, f"http://{server}", 0, v(1), 60.0, True)
+    return Update(server, f"http://{server}", 0, v(1), 60.0, from_memory=True)
 
 
 class Trainer:
