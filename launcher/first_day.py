@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ NOT_MEASURED, NOT_PLANNED = "not measured", "not planned"
 FIRST_STEPS = 2  # compile kernels and fill caches, so they are not measured
 
 
+BROADCAST = "broadcast"
+
+
 @dataclass(frozen=True)
 class Run:
     """A short run."""
@@ -38,7 +42,12 @@ RUNS = (
     Run("shared devices", 1, ("allocation=transformers.d1@0+d1@0", "manager.max_head_offpolicyness=0")),
     Run("sglang", 2, ("allocation=sglang.d1+d1",)),
     Run("tensor ranks", 3, ("allocation=transformers.d1+m2",)),
-    Run("broadcast", 2, ("allocation=transformers.d1+d1", "weights.transport=broadcast")),
+    # Synchronous, so that each step needs the version that was broadcast before it
+    Run(
+        BROADCAST,
+        2,
+        ("allocation=transformers.d1+d1", "weights.transport=broadcast", "manager.max_head_offpolicyness=0"),
+    ),
 )
 
 # A model of 0.3 billion parameters with random weights
@@ -113,10 +122,39 @@ def measure(
     command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), "recover=off", *overrides]
     if code := logged(command, log, RUN_LIMIT_S):
         return {}, f"failed with exit code {code}: {log}"
-    records = train_steps(out / "run" / run.name.replace(" ", "_"))
+    run_dir = out / "run" / run.name.replace(" ", "_")
+    if wrong := shortfalls(run_dir, broadcast=run.name == BROADCAST, on_gpu=bool(gpus)):
+        return {}, f"failed: {'; '.join(wrong)}"
+    records = train_steps(run_dir)
     last = max(record["attempt"] for record in records)
     records = [record for record in records if record["attempt"] == last]
     return figures(records[FIRST_STEPS:] or records[-1:], on_gpu=bool(gpus)), ""
+
+
+def shortfalls(run_dir: Path, *, broadcast: bool, on_gpu: bool) -> list[str]:
+    """What a run that ended well did not do although its row stands for it, by the logs of its processes: broadcast its weights
+    (otherwise they come from disk), compute on GPUs, and compute attention with a kernel for packed sequences."""
+    logs = {log.stem: log.read_text() for log in sorted((run_dir / "logs" / "latest").glob("*.log"))}
+    found = []
+    if broadcast:
+        fallen = [
+            line for log in logs.values() for line in log.splitlines() if "load this version and the next" in line
+        ]
+        if not any(re.search(r"weights \S+ broadcast to ", log) for log in logs.values()):
+            found.append("no weights were broadcast")
+        found += [f"weights came from disk: {line}" for line in fallen[:1]]
+    if on_gpu:
+        for process, log in logs.items():
+            if re.fullmatch(r"model_worker_\d+", process):
+                used, kernels = " on cuda:" in log, re.findall(r"attention of (\S+: rectangles .*)", log)
+                found += [f"{process} computes the attention of {text}" for text in kernels]
+            elif re.fullmatch(r"generation_server_\d+", process):
+                of_sglang = logs.get(f"{process}_sglang", "")
+                used = "--device cpu" not in of_sglang if of_sglang else " on cuda:" in log
+            else:
+                continue
+            found += [] if used else [f"{process} used no GPU"]
+    return found
 
 
 def figures(records: Sequence[dict[str, Any]], *, on_gpu: bool) -> dict[str, float]:

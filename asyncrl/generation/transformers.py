@@ -381,6 +381,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     def _start(self) -> None:
         config = self._config
+        logger.info("generating on %s", self.weights_device)
         padded = config.attention == "padded"
         try:
             check_shards(Path(self._initial_path))
