@@ -43,6 +43,7 @@ from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SG
 from asyncrl.launch.checks.checklist import PROCESSES, Case, Check, Finding, State, judge
 from asyncrl.launch.checks.gpus import Gpu, chosen_gpus, needed_gpus, output_of, too_few_gpus
 from asyncrl.launch.checks.memory import estimate, sizes_of, too_little_memory, total
+from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.redact import redact, redact_urls
 from asyncrl.launch.rundir import LaunchError, check_folder, holder, next_attempt
@@ -333,10 +334,11 @@ def judge_deltas(config: ExperimentConfig) -> list[Finding]:
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
     """The values of the fields that are `auto`; no finding if there are none."""
-    config, resolved = resolve(config, Facts()), resolve(config, Facts(on_gpu=on_gpu))
+    facts = Facts(on_gpu=on_gpu, model_bytes=bytes_of_models(config))
+    config, resolved = resolve(config, Facts()), resolve(config, facts)
     shown = ", ".join(
         f"{section}.{entry.name}={str(value).lower()}"
-        for section in ("rollout", "generation", "train")
+        for section in ("rollout", "generation", "train", "runtime")
         for entry in fields(getattr(config, section))
         if (value := getattr(getattr(resolved, section), entry.name)) != getattr(getattr(config, section), entry.name)
     )

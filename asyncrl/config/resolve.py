@@ -19,7 +19,7 @@ from asyncrl.config.engines import ENGINES, EngineTraits
 from asyncrl.config.fields import with_leaves
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import AUTO, ExperimentConfig, NameResolveConfig
+from asyncrl.config.schema import AUTO, SLOW_BYTES_PER_S, ExperimentConfig, NameResolveConfig
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ _SUFFIXES: dict[str, str | tuple[str, ...]] = {"code": ".py", "data": (".jsonl",
 _SPARE_S = 60.0  # margin between the limit of the last checkpoint and a job's time limit
 _CHUNK_TOKENS = 1024
 _SENDS_OF_A_RESPONSE = 4
+# Base of the limits of loading and starting. In its first start SGLang compiles kernels, and it captures CUDA graphs in each
+_START_S, _START_OF_SGLANG_S = 120.0, 600.0
 # Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
 _SLOWEST_TOKENS_PER_S = 16
 
@@ -58,6 +60,7 @@ class Facts:
 
     on_gpu: bool | None = None  # whether the run's machines have GPUs
     num_prompts: int | None = None  # as counted by preflight
+    model_bytes: int | None = None  # of the files of all models
     resumed: Resumed | None = None
     host: str = ""  # address that the sockets of this host bind; "": that of the config
     socket_dir: str = ""  # folder of the Unix sockets; "": there are none
@@ -104,13 +107,34 @@ def _place(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     )
 
 
+def _limits(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
+    """Time limits of loading and starting. Each rank and each server reads all bytes of its model, and the processes of a host
+    share its disk and its cores."""
+    if facts.model_bytes is None:
+        return config
+    engine = ENGINES.get(config.allocation.partition(".")[0], EngineTraits())
+    limit_s = _START_OF_SGLANG_S if engine.runs_sglang else _START_S
+    limit_s += round(facts.model_bytes / SLOW_BYTES_PER_S)
+    generation, runtime = config.generation, config.runtime
+    load_s = _chosen(generation.load_timeout_s, limit_s)
+    # A server starts within a run's start
+    start_s = _chosen(runtime.start_timeout_s, max(limit_s, float(load_s)))
+    return replace(
+        config,
+        generation=replace(generation, load_timeout_s=load_s),
+        runtime=replace(runtime, start_timeout_s=start_s),
+    )
+
+
 def _patient(config: ExperimentConfig, _: Facts) -> ExperimentConfig:
     """If the user starts a process by hand (debug.leave_out), raise some time limits to at least debug.wait_s. The user's process
     may start late, or stop in a debugger, and the other processes must not give up waiting for it."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s
-    return with_leaves(config, lambda path, value, _: max(value, wait_s) if path in _PATIENT else value)
+    return with_leaves(
+        config, lambda path, value, _: max(value, wait_s) if path in _PATIENT and value != AUTO else value
+    )
 
 
 def _job(config: ExperimentConfig, _: Facts) -> ExperimentConfig:
@@ -184,6 +208,7 @@ def _training(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
 STEPS: tuple[Callable[[ExperimentConfig, Facts], ExperimentConfig], ...] = (
     with_absolute_paths,
     _place,
+    _limits,
     _patient,
     _job,
     _auto,

@@ -22,6 +22,7 @@ from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.transports import FILES, TRANSPORTS
 
 AUTO = "auto"  # a value that config/resolve.py chooses
+SLOW_BYTES_PER_S = 100e6  # if reading or sending weights and checking them is slower than this, there is a fault
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("linear", "cosine", "constant")
@@ -39,6 +40,7 @@ _SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: -
 _HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
 _CHUNK = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of tokens, or {AUTO}")
 _PERIOD = Rule(at_least=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
+_LIMIT = Rule(above=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
 _SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
 _MODEL_WITH_ONE_LABEL = Rule(
     file="model", form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
@@ -163,8 +165,9 @@ class GenerationConfig:
     # finish | in_place: they continue with the old KV cache. That is approximate: their logprobs belong to no version.
     interrupt: str = choice("abort", *INTERRUPT_MODES)
     # Limit of the start of the engine with its first load, of the wait until running requests finish (interrupt=wait), of one
-    # logprob check, and of each load of weights by SGLang
-    load_timeout_s: float = 120.0
+    # logprob check, and of each load of weights by SGLang. auto: 120 s, for SGLang 600 s, plus the time that the files of the
+    # models take at 100 MB/s
+    load_timeout_s: float | str = ruled(120.0, _LIMIT)
     # Engine sglang: interpreter of its environment, printed by launcher/setup_sglang.sh; "": the run's own. On a CPU page_size and
     # num_blocks set SGLang's KV cache; on a GPU SGLang sizes the cache itself. It ignores max_batch_tokens and attention: set
     # server_args instead
@@ -175,6 +178,11 @@ class GenerationConfig:
     urls: list[str] = field(default_factory=list)
     # File with the API key of these servers (SGLang's --api-key); "": they need none
     api_key_file: str = ruled("", _PATH)
+
+    @property
+    def load_limit_s(self) -> float:
+        """load_timeout_s of a resolved config."""
+        return float(self.load_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -604,7 +612,8 @@ class RuntimeConfig:
 
     # Address that sockets bind; in a run on more than one host each process binds its host's address instead
     host: str = "127.0.0.1"
-    start_timeout_s: float = limited(120.0, above=0)  # limit of the time until all processes have started
+    # Limit of the time until all processes have started. auto: as generation.load_timeout_s
+    start_timeout_s: float | str = ruled(120.0, _LIMIT)
     stop_timeout_s: float = 10.0  # limit of the time until a process that was asked to stop has ended
     lease_ttl_s: float = 30.0  # time to live of the leases in name resolve
     # Restarts of one process per hour, after it has worked, if it fails, is killed or freezes. Rollout workers, generation servers
@@ -627,6 +636,11 @@ class RuntimeConfig:
     log_level: str = choice("INFO", "DEBUG", "INFO", "WARNING", "ERROR")  # least level of the messages that are logged
     group: str = ""  # Unix group whose members may read the run's files; "": only you can
     fork_server: bool = True  # import torch once and fork the workers (Linux); false: each has its own interpreter
+
+    @property
+    def start_limit_s(self) -> float:
+        """start_timeout_s of a resolved config."""
+        return float(self.start_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -758,7 +772,7 @@ class ExperimentConfig:
     prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
     # `auto` is the default of a run in the fields that resolve.py chooses. The defaults of the sections' classes fit a CPU.
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
-    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO))
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO, load_timeout_s=AUTO))
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(dtype=AUTO, tf32=AUTO, gradient_checkpointing=AUTO))
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -768,7 +782,7 @@ class ExperimentConfig:
     # model of a complete run | required: continue from it, or fail if there is none | off: begin anew
     recover: str = choice(AUTO, AUTO, "required", "off")
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: RuntimeConfig = field(default_factory=lambda: RuntimeConfig(start_timeout_s=AUTO))
     # Where the processes run. local: on this machine | hosts: on `hosts`; start `asyncrl-launch host` on each of them | slurm: on
     # the nodes of a Slurm job
     cluster: str = choice("local", "local", "hosts", "slurm")

@@ -510,11 +510,11 @@ class GenerationEngine(ABC, Generic[P]):
         if self._held:
             await self._let_go()
         try:
-            async with asyncio.timeout(self._config.load_timeout_s):
+            async with asyncio.timeout(self._config.load_limit_s):
                 await self._idle.wait()
         except TimeoutError:
             raise WeightsRefused(
-                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
+                f"{len(self._running)} requests still run after {self._config.load_limit_s} s (generation.load_timeout_s); "
                 "pause with mode abort, or set abort_all_requests",
                 ErrorClass.PASSING,
             ) from None

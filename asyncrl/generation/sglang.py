@@ -209,7 +209,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
                 return False
             return True
 
-        await self._server.start(is_ready, self._config.load_timeout_s)
+        await self._server.start(is_ready, self._config.load_limit_s)
         try:
             settings = await self._client.settings(limit_s=_ASK_LIMIT_S)
         except SGLangError as error:
@@ -500,7 +500,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
 
     async def _verify(self, path: Path, version: WeightVersion, opened: contextlib.AsyncExitStack) -> Path:
         """The folder for SGLang to load, which stays as long as `opened`. Raises WeightsRefused."""
-        verified = self._tensors.verified(path, version, self._config.load_timeout_s)
+        verified = self._tensors.verified(path, version, self._config.load_limit_s)
         with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
             return await asyncio.to_thread(opened.enter_context, verified)
 
@@ -520,9 +520,10 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
 
         Raises WeightsRefused if SGLang has changed nothing. After any other error its weights are unknown, and the engine fails.
         """
+        began = self._clock.monotonic()
         try:
             await self._client.update_weights_from_disk(
-                str(path), str(version), flush_cache=False, limit_s=self._config.load_timeout_s
+                str(path), str(version), flush_cache=False, limit_s=self._config.load_limit_s
             )
             if not self._held and not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
                 raise SGLangError("it did not flush its prefix cache: it reports running requests")
@@ -531,7 +532,11 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
             for words, error_class in _NOT_CHANGED.items():
                 if words in str(error):
                     raise WeightsRefused(f"{path}: {error}", error_class) from error
-            raise self.fail(f"SGLang did not load {version}: {error}") from error
+            took_s, limit_s = self._clock.monotonic() - began, self._config.load_limit_s
+            raise self.fail(
+                f"SGLang did not load {version}, after {took_s:.0f} s of at most {limit_s:g} s "
+                f"(generation.load_timeout_s): {error}"
+            ) from error
         if info.weight_version != str(version):
             raise self.fail(f"SGLang loaded {version} but reports {info.weight_version!r}")
 
@@ -566,7 +571,7 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
         self._check_alive()
         if self._held:
             raise EngineUnavailable("SGLang cannot score while it is paused in place; use another generation.interrupt")
-        scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_timeout_s)
+        scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_limit_s)
         if not self._running and self._keeps_prefixes:
             await self._client.flush_cache(limit_s=_ASK_LIMIT_S)
         return scores

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets as random_secrets
 import shutil
 import signal
@@ -67,6 +68,8 @@ _GRACE_S = {True: 7.0, False: 0.5}
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
+_TIMED, _TIME_FORMAT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\](.*)"), "%Y-%m-%d %H:%M:%S"
+_NUM_STEPS = 3  # of a start that failed, in the error
 _LINE_CHARS = 300  # characters shown of a log line: SGLang prints all its arguments in one line
 
 # The guard, a process beside SGLang. When our process has ended for any reason, it kills SGLang's process group and removes its
@@ -347,13 +350,14 @@ class SGLangProcess(ServerLink):
                 return
             await asyncio.to_thread(self._blot_key, began_at)
             said = tail_of(self._log, began_at, line_chars=_LINE_CHARS)
-            whole = tail_of(self._log, began_at, lines=_ALL_LINES, line_chars=_LINE_CHARS).lower()
-            if running.ended.is_set() and "address already in use" in whole and tries_left:
+            whole = tail_of(self._log, began_at, lines=_ALL_LINES, line_chars=_LINE_CHARS)
+            if running.ended.is_set() and "address already in use" in whole.lower() and tries_left:
                 await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
                 continue
             ended = self.how_it_ended()
             await self.close()
-            raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s))
+            steps = longest_steps(whole, self._clock.time())
+            raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s, steps))
 
     def _blot_key(self, began_at: int) -> None:
         """Overwrite the API key in the log with asterisks: SGLang logs its arguments at its start, and the key is one of them."""
@@ -434,7 +438,7 @@ class SGLangProcess(ServerLink):
             try:
                 opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
                 with open(opened, "ab") as log:
-                    began = time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(self._clock.time()))
+                    began = time.strftime(f"[{_TIME_FORMAT}]", time.localtime(self._clock.time()))
                     log.write(f"{began} {' '.join(command)}\n".encode())
                     log.flush()
                     process = subprocess.Popen(
@@ -581,8 +585,22 @@ def _how(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s: float) -> str:
+def longest_steps(log: str, now: float) -> str:
+    """Return the _NUM_STEPS steps of a start that took the longest, in their order, by the times in SGLang's log; "" without times.
+    now: seconds since the epoch, for the last step."""
+    begins = []
+    for line in log.splitlines():
+        if match := _TIMED.match(line):
+            begins.append((time.mktime(time.strptime(match[1], _TIME_FORMAT)), match[2].strip()[:_SHOWN_CHARS]))
+    ends = [*(began for began, _ in begins[1:]), now]
+    steps = [(end - began, at, said) for at, ((began, said), end) in enumerate(zip(begins, ends, strict=False))]
+    longest = sorted(sorted(steps, reverse=True)[:_NUM_STEPS], key=lambda step: step[1])
+    return ", ".join(f"{seconds:.0f} s after {said!r}" for seconds, _, said in longest if seconds >= 1)
+
+
+def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s: float, steps: str) -> str:
     what = ended or f"the SGLang server did not answer within {limit_s:g} s (generation.load_timeout_s)"
+    what += f" ({steps})" if steps else ""
     if "No module named 'sglang'" in said or "No module named sglang" in said:
         return f"generation.python={python!r}: SGLang is not installed there; {SETUP_HINT}"
     return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"

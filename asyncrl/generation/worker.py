@@ -51,7 +51,7 @@ class GenerationServer(Worker):
         if not config.shares_devices:  # otherwise the engine starts when the manager wakes it
             what, on = engines.start_wait()
             self.logger.info("%s (%s)", what, on)
-            limit_s = config.generation.load_timeout_s + _START_SLACK_S
+            limit_s = config.generation.load_limit_s + _START_SLACK_S
             await self.board.bounded(engine.start(), what=what, on=on, limit_s=limit_s, detail=engine.progress)
         fetched = await asyncio.to_thread(self._open_fetched, directory) if config.fetch else None
         if fetched is not None:
@@ -128,5 +128,5 @@ class GenerationServer(Worker):
         tolerance = self._config.verify_tolerance
         if not tolerance:
             self.logger.info("no logprob check after updates (weights.verify_logprobs)")
-        limit_s = self._config.generation.load_timeout_s
+        limit_s = self._config.generation.load_limit_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

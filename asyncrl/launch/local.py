@@ -30,6 +30,7 @@ from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sock
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.gpus import too_few_gpus
+from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.inputs import Inputs, changes, read_inputs, save_inputs
@@ -280,7 +281,11 @@ class LocalLauncher:
         devices: Sequence[str] = visible_devices()
         if asked.cluster == "local" and (remedy := too_few_gpus(asked, len(devices))):
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
-        facts = Facts(num_prompts=self._num_prompts, resumed=resumed_of(checkpoint) if checkpoint else None)
+        facts = Facts(
+            num_prompts=self._num_prompts,
+            model_bytes=bytes_of_models(asked),
+            resumed=resumed_of(checkpoint) if checkpoint else None,
+        )
         self._write_config(facts, devices)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
         inputs = self._inputs
@@ -353,7 +358,7 @@ class LocalLauncher:
             [spec for spec in specs if spec.name not in config.debug.leave_out],
             self.run_dir,
             fork=config.runtime.fork_server,
-            start_limit_s=config.runtime.start_timeout_s,
+            start_limit_s=config.runtime.start_limit_s,
             notice=self._view.notice,
             socket_dir=config.network.socket_dir,
             clock=self._clock,
@@ -467,7 +472,7 @@ class Launch:
         )
         self._supervisor = Supervisor(
             policy,
-            FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s),
+            FreezeWatch(runtime.frozen_after_s, runtime.start_limit_s),
             frozen_after_s=runtime.frozen_after_s,
             stop_timeout_s=runtime.stop_timeout_s,
             trainer_group=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in TRAINER_KINDS),
@@ -545,7 +550,7 @@ class Launch:
 
     def _shown(self, child: Child) -> WorkerStatus:
         runtime = self._config.runtime
-        status = child.visible_status(runtime.start_timeout_s if runtime.frozen_after_s else None)
+        status = child.visible_status(runtime.start_limit_s if runtime.frozen_after_s else None)
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _scale(self) -> None:

@@ -105,6 +105,9 @@ def plan(
 ) -> list[ProcessSpec]:
     """Return all processes of a run, in start order. num_prompts: as counted by `preflight`.
 
+    Limits of loading that are still `auto` do not count the models' bytes: the launcher, which knows them, resolves these limits
+    before.
+
     resume: the folder of the checkpoint from which the attempt resumes; "": it starts anew.
 
     devices: the GPUs of the machine or of all hosts, by their names in CUDA_VISIBLE_DEVICES. The allocation may name each process's
@@ -112,7 +115,7 @@ def plan(
     If there are too few, processes get the same ones: checks/gpus.py refuses that before. On several hosts the processes get their
     GPUs later (launch/hosts/placement.py).
     """
-    resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=num_prompts))
+    resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=num_prompts, model_bytes=0))
     run = _Run(resolved, attempt, num_prompts, resume)
     processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
@@ -274,7 +277,7 @@ class _Run:
             replace_timeout_s=config.train.call_timeout_s,
             fetch=fetches_weights(config),
             shares_devices=bool(self.allocation.shared_workers),
-            wake_limit_s=config.generation.load_timeout_s if self.allocation.shared_workers else 0.0,
+            wake_limit_s=config.generation.load_limit_s if self.allocation.shared_workers else 0.0,
             num_servers=self.allocation.num_servers,
             least_servers=_least_servers(config.debug.leave_out),
             external_servers=not can_scale(config),

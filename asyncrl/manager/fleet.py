@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from asyncrl.config.schema import SLOW_BYTES_PER_S
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.manager import intervals
 from asyncrl.manager.files import FilesInManager
@@ -40,7 +41,7 @@ from asyncrl.manager.manager_side import (
 )
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.transports import KINDS
-from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, GivenUp, Sleep, Update, UpdatePlan
+from asyncrl.manager.update_plan import GivenUp, Sleep, Update, UpdatePlan
 from asyncrl.protocol.errors import ErrorClass, RunEndedError, classify
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.generation import ModelInfo

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.config.schema import SLOW_BYTES_PER_S
 from asyncrl.manager.offers import Offers
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.versions import WeightVersion
 
-# Bytes a second. If fetching, verifying and loading a version together are slower than this, there is a fault
-SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
 MAX_REFUSALS = 3  # permanent refusals of a version by a server; a newer version may be published between them

@@ -92,7 +92,7 @@ class GserverManager(Worker):
         opened.push_async_callback(asyncio.to_thread, journal.close)
         noted = (journal.last or {}).get("attempt", 0)  # attempt of a previous manager's last ticket
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
-        limit_s = self.info.runtime.start_timeout_s
+        limit_s = self.info.runtime.start_limit_s
         began = self._began_before(directory)
         began_before = await self.board.bounded(began, what="the manager's entry", on="name resolve", limit_s=limit_s)
         is_successor = began_before or noted == attempt
@@ -255,7 +255,7 @@ class Management:
         self._missing_wait = contextlib.ExitStack()
         self._missing_since = 0.0
         # The trainer may take this long to publish a version that is awaited or damaged, and servers to load it
-        start_s = config.worker.runtime.start_timeout_s
+        start_s = config.worker.runtime.start_limit_s
         self._missing_limit_s = options.update_timeout_s + max(config.replace_timeout_s, start_s)
 
     def spawn(self) -> None:

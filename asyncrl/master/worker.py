@@ -171,7 +171,7 @@ class MasterWorker(Worker):
             on_new_incarnation=begin_anew,
         )
         opened.push_async_callback(client.close)
-        async with self.board.waiting("model workers to connect", on="barrier", limit_s=info.runtime.start_timeout_s):
+        async with self.board.waiting("model workers to connect", on="barrier", limit_s=info.runtime.start_limit_s):
             await client.start()
         caller = WorkerCaller(client, self.board, config.train.call_timeout_s)
         return caller, ModelWorkers(config, client, caller, buffer, tracker, logger=self.logger)

@@ -62,11 +62,11 @@ class ProcessGroup:
         store = STORE if self._in_trainer_group else f"{STORE}_{self.members[0]}"
         key = directory.names.process_group(store, info.attempt, info.group_incarnation)
         if security.current() is not None:
-            self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_timeout_s)
+            self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_limit_s)
             return ""
         if self.rank:
             return await directory.wait_for_key(key, f"model_worker/{self.members[0]} to open the rendezvous store")
-        self._store, address = serve_store(runtime.host, runtime.start_timeout_s)
+        self._store, address = serve_store(runtime.host, runtime.start_limit_s)
         await directory.publish(key, address)
         return address
 
@@ -75,7 +75,7 @@ class ProcessGroup:
         runtime = self._info.runtime
         if self._store is None:
             host, _, port = address.rpartition(":")
-            self._store = store_at(host, int(port), runtime.start_timeout_s)
+            self._store = store_at(host, int(port), runtime.start_limit_s)
         os.environ.update(derived_interfaces(runtime.host, os.environ, on_gpu=device.type == "cuda"))
         for variable in (GLOO, NCCL) if device.type == "cuda" else (GLOO,):
             if problem := wrong_interface(variable, os.environ, interfaces_here()):

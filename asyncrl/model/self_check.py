@@ -45,10 +45,17 @@ logger = logging.getLogger(__name__)
 
 
 def load_checked(
-    model: ModelConfig, train: TrainConfig, *, mesh: ModelMesh | None, device: torch.device
+    model: ModelConfig,
+    train: TrainConfig,
+    *,
+    mesh: ModelMesh | None,
+    device: torch.device,
+    entered: Callable[[str], None] = lambda phase: None,
 ) -> TrainEngine:
-    """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError."""
+    """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError.
+    entered: called at the begin of each phase after the load."""
     engine = TrainEngine(model, train, mesh=mesh, device=device)
+    entered("self-check")
     logger.info("attention of %s: %s", model.name, engine.attention)
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):

@@ -47,6 +47,7 @@ from asyncrl.model.store import DataStore
 from asyncrl.model.trainer_side import Rank, TrainerSide
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.transports import KINDS
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.loading import LoadProgress
@@ -220,7 +221,7 @@ class ModelWorker(Worker):
         self, process_group: ProcessGroup, directory: Directory, compute: Compute, device: torch.device
     ) -> dict[str, ModelMesh | None]:
         """Join the process group and make the meshes of all models of its worker group."""
-        limit_s = self.info.runtime.start_timeout_s
+        limit_s = self.info.runtime.start_limit_s
         join = partial(process_group.join, await process_group.rendezvous(directory), device)
         await compute(join, f"the process group of {process_group.size} workers", limit_s=limit_s)
         make = partial(process_group.meshes, list(self._placements.values()), device)
@@ -229,13 +230,18 @@ class ModelWorker(Worker):
     async def _load(
         self, model: ModelConfig, compute: Compute, device: torch.device, mesh: ModelMesh | None
     ) -> TrainEngine:
-        loading = LoadProgress(model.path)
+        loading = LoadProgress(model.path, self.system.clock)
 
         def load() -> TrainEngine:
+            loading.enter("imports and weights")
             torch.manual_seed(self.info.seed)
             transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress bars would fill the log
             with loading.watched():
-                return load_checked(model, self.config.train, mesh=mesh, device=device)
+                return load_checked(model, self.config.train, mesh=mesh, device=device, entered=loading.enter)
 
-        limit_s = self.info.runtime.start_timeout_s
-        return await compute(load, f"loading {model.name}", limit_s=limit_s, detail=loading.text)
+        what, limit_s = f"loading {model.name}", self.info.runtime.start_limit_s
+        try:
+            return await compute(load, what, limit_s=limit_s, detail=loading.text)
+        except WaitTimeoutError as error:
+            said = f"{error.what} (so far: {loading.phases()}; limit: runtime.start_timeout_s)"
+            raise WaitTimeoutError(said, self.name, limit_s) from None

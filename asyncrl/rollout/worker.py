@@ -58,7 +58,7 @@ class RolloutWorker(Worker):
             worker=self.name,
             incarnation=self.incarnation,
             new_id=self.system.new_id,
-            call_limit_s=info.runtime.start_timeout_s,
+            call_limit_s=info.runtime.start_limit_s,
         )
         opened.push_async_callback(manager.close)
         client = PartialRolloutManager(

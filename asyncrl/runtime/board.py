@@ -173,6 +173,6 @@ class _BoundedWait:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:  # this limit has passed; a TimeoutError from inside the block would be `error`
-            what, on, _, limit_s, _ = self._shown.wait
+            what, on, _, limit_s, detail = self._shown.wait
             assert limit_s is not None
-            raise WaitTimeoutError(what, on, limit_s) from None
+            raise WaitTimeoutError(what + detail(), on, limit_s) from None

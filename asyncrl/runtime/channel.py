@@ -175,7 +175,7 @@ class ChannelSender:
         self._pull.listen(self._on_report, self._reading_failed)
         if resolver is not None:
             self._watch = await asyncio.to_thread(
-                resolver.watch, key, self._name_changed, limit_s=self._runtime.start_timeout_s
+                resolver.watch, key, self._name_changed, limit_s=self._runtime.start_limit_s
             )
 
     @property
@@ -733,7 +733,7 @@ class PublishedReceiver(ABC, Generic[T]):
         self._key = names.stream(stream)
         self._label = label  # its name in refusals
         self._lease = lease
-        self._start_timeout_s = runtime.start_timeout_s
+        self._start_timeout_s = runtime.start_limit_s
         self._receiver = ChannelReceiver(stream, runtime=runtime, ordered=ordered, transport=transport)
 
     async def start(self) -> None:

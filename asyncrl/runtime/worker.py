@@ -143,7 +143,7 @@ class Worker:
         """
         info = self.info
         lease = self.system.launcher.lease if self.system.launcher is not None else None
-        limit_s = info.name_resolve.timeout_s if lease is None else info.runtime.start_timeout_s
+        limit_s = info.name_resolve.timeout_s if lease is None else info.runtime.start_limit_s
         async with self.board.waiting("its first answer", on="name resolve", limit_s=limit_s):
             resolver = await asyncio.to_thread(self.system.open_names, info.name_resolve, limit_s)
             try:
@@ -152,7 +152,7 @@ class Worker:
             except BaseException:
                 await asyncio.to_thread(resolver.close)
                 raise
-        limit_s = info.runtime.start_timeout_s
+        limit_s = info.runtime.start_limit_s
         return Directory(resolver, self.names, lease=lease, board=self.board, limit_s=limit_s)
 
     async def _shut_down(self, tasks: set[asyncio.Task[Any]], opened: AsyncExitStack) -> None:

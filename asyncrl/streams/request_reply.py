@@ -126,7 +126,7 @@ class NameResolvingRequestClient:
         self._resolver = resolver
         self._names = names
         self._routing = dict(handler_routing)
-        self._start_timeout_s = runtime.start_timeout_s
+        self._start_timeout_s = runtime.start_limit_s
         self._senders = [
             ChannelSender(
                 "request_client",

@@ -1,5 +1,6 @@
 """The progress of loading a model: counted inside transformers, and shown in a worker's status."""
 
+import asyncio
 import logging
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.runtime import loading
-from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
+from tests.support.clock import ManualClock
 
 INFO = WorkerInfo("model_worker", 0, 1, "e", "t", 1, "/r", 1, NameResolveConfig(), RuntimeConfig())
 
@@ -53,6 +55,29 @@ def test_a_small_model_is_there_at_once(model_path):
     progress = LoadProgress(model_path)
     assert list(progress._counted("abc", 3)) == ["a", "b", "c"]
     assert progress.text() == ""
+
+
+def test_the_error_of_a_load_that_takes_too_long_has_the_seconds_of_each_phase(model_path):
+    clock = ManualClock()
+    progress = LoadProgress(model_path, clock)
+    assert progress.phases() == ""
+    progress.enter("imports and weights")
+    clock.now += 85.0
+    progress.enter("self-check")
+    clock.now += 35.4
+    assert progress.phases() == "imports and weights 85 s, self-check 35 s"
+
+
+async def test_the_error_of_a_wait_has_its_progress():
+    board = StatusBoard(INFO, logging.getLogger("test"))
+    with pytest.raises(WaitTimeoutError, match=r"loading actor, 1.2 of 3.0 GB from model_worker/0; giving up"):
+        await board.bounded(
+            asyncio.Event().wait(),
+            what="loading actor",
+            on="model_worker/0",
+            limit_s=0.01,
+            detail=lambda: ", 1.2 of 3.0 GB",
+        )
 
 
 def test_other_bars_are_left_alone(model_path):

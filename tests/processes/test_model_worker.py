@@ -69,6 +69,7 @@ from asyncrl.protocol.run_folder import OutsideRunError
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.system import System
@@ -439,6 +440,22 @@ async def test_the_compute_thread_chooses_the_device_among_the_gpus_of_the_launc
         await world.call(Ping())
         threads = await worker.calls._compute(threading.current_thread, "the thread")
     assert asked == [(threads.name, 0, ["5"])]
+
+
+async def test_the_error_of_a_load_that_takes_too_long_names_its_phases(memory, tmp_path, model_path, monkeypatch):
+    def load(*_, entered, **__):
+        entered("self-check")
+        time.sleep(3.0)
+
+    monkeypatch.setattr(model_worker, "load_checked", load)
+    config = worker_config(memory, tmp_path, model_path)
+    runtime = replace(RUNTIME, start_timeout_s=1.0)
+    worker = ModelWorker(replace(config, worker=replace(config.worker, runtime=runtime)), memory_system())
+    with pytest.raises(
+        WaitTimeoutError,
+        match=r"waited 1 s for loading actor \(so far: imports and weights 0 s, self-check 1 s; limit: runtime.start_timeout_s\)",
+    ):
+        await asyncio.wait_for(worker.main(), LIMIT_S)
 
 
 async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_path, model_path):

@@ -26,7 +26,7 @@ class Supervisor:
     def __init__(self, run: SimulatedRun, runtime: RuntimeConfig) -> None:
         self._run, self._runtime = run, runtime
         self._supervision = self._new_supervision()
-        self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
+        self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_limit_s)
         self._renewing = ""  # unit that is restarting as a whole; "" if none is
         self._launch = 1
         self._coming: set[str] = set()

@@ -266,7 +266,8 @@ def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path
     [
         (
             "",
-            "for a CPU: rollout.new_tokens_per_chunk=1024, generation.dtype=float32, train.dtype=float32, ",
+            "for a CPU: rollout.new_tokens_per_chunk=1024, generation.dtype=float32, "
+            "generation.load_timeout_s=120.0, train.dtype=float32, ",
             "float32",
         ),
         ("0,1,2", "for a GPU: rollout.new_tokens_per_chunk=1024, generation.dtype=bfloat16, ", "bfloat16"),

@@ -23,6 +23,7 @@ from asyncrl.config.schema import (
     TrainConfig,
     has_unix_sockets,
 )
+from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import (
     config_text,
@@ -417,7 +418,12 @@ def test_a_resolved_config_stays_as_it_is(config_file, on_gpu):
     """So the launcher may resolve it as its facts become known, and the values of a planned run are those of config.yaml."""
     asked = load_experiment(config_file, ["debug.leave_out=[master/0]", "fileroot=runs"])
     facts = Facts(
-        on_gpu=on_gpu, num_prompts=64, host="10.0.0.1", socket_dir="/s", name_resolve=NameResolveConfig(["e:1"])
+        on_gpu=on_gpu,
+        num_prompts=64,
+        model_bytes=16_000_000_000,
+        host="10.0.0.1",
+        socket_dir="/s",
+        name_resolve=NameResolveConfig(["e:1"]),
     )
     whole = resolve(asked, facts)
     assert resolve(whole, facts) == resolve(whole, Facts()) == resolve(resolve(asked, Facts()), facts) == whole
@@ -434,9 +440,42 @@ def test_a_resolved_config_stays_as_it_is(config_file, on_gpu):
     assert (unknown.train.dtype, unknown.train.total_steps, unknown.weights.verify_tolerance) == (AUTO, 0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_bytes", "load_s", "start_s"),
+    [
+        ([], 500_000, 120.0, 120.0),
+        (["allocation=sglang.d1+d1"], 500_000, 600.0, 600.0),
+        ([], 65_000_000_000, 770.0, 770.0),  # 32 billion parameters in bfloat16
+        (["allocation=sglang.d1+d1"], 140_000_000_000, 2000.0, 2000.0),
+        (["generation.load_timeout_s=900"], 0, 900.0, 900.0),  # a server starts within a run's start
+        (["generation.load_timeout_s=60", "runtime.start_timeout_s=30"], 65_000_000_000, 60.0, 30.0),  # the user's
+    ],
+)
+def test_limits_of_starts_follow_the_engine_and_the_bytes_of_the_models(
+    config_file, overrides, num_bytes, load_s, start_s
+):
+    asked = load_experiment(config_file, overrides)
+    config = resolve(asked, Facts(model_bytes=num_bytes))
+    assert (config.generation.load_limit_s, config.runtime.start_limit_s) == (load_s, start_s)
+    planned = plan(config, attempt=1, num_prompts=64)
+    assert {spec.config.worker.runtime.start_limit_s for spec in planned} == {start_s}
+    assert next(spec.config for spec in planned if spec.kind == "generation_server").generation.load_limit_s == load_s
+
+
+def test_the_bytes_of_all_models_that_a_config_names_count(config_file, tmp_path):
+    for name, sizes in (("actor", (300, 200)), ("critic", (70,))):
+        (tmp_path / name).mkdir()
+        for number, size in enumerate(sizes):
+            (tmp_path / name / f"model-{number}.safetensors").write_bytes(bytes(size))
+    overrides = [f"model_path={tmp_path}/actor", f"train.critic.path={tmp_path}/critic"]
+    overrides += ["train.ppo.baseline=none", "train.ppo.advantage_norm=batch"]
+    assert bytes_of_models(load_experiment(config_file, overrides)) == 570
+    assert bytes_of_models(load_experiment(config_file, [f"model_path={tmp_path}/none"])) == 0
+
+
 def test_every_wait_for_a_process_that_the_user_starts_is_long_enough(config_file):
     asked = load_experiment(config_file, ["debug.leave_out=[rollout_worker/0]", "debug.wait_s=7000"])
-    values = {path: value for path, value, _ in leaf_values(resolve(asked, Facts()))}
+    values = {path: value for path, value, _ in leaf_values(resolve(asked, Facts(model_bytes=0)))}
     assert {values.get(path) for path in _PATIENT} == {7000.0}
 
 

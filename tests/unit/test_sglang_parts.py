@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, ow
 from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import (
     cores_of_ranks,
+    longest_steps,
     server_arguments,
     server_environment,
 )
@@ -465,6 +467,23 @@ def test_sglangs_log_belongs_to_its_generation_server(tmp_path):
         ("2026-01-02 03:04:05.000", "INFO", "Load weight end."),
         ("2026-01-02 03:04:06.000", "ERROR", "it broke\nmore"),
     ]
+
+
+def test_the_error_of_a_start_names_the_steps_that_took_the_longest():
+    log = """\
+[2026-03-01 12:00:00] python -m sglang.launch_server
+[2026-03-01 12:00:20] server_args=ServerArgs(...)
+a line without a time
+[2026-03-01 12:00:21 TP0] Load weight begin. avail mem=78.60 GB
+[2026-03-01 12:00:26 TP0] KV Cache is allocated
+[2026-03-01 12:00:27 TP0] Capture cuda graph begin. This can take up to several minutes.
+"""
+    now = time.mktime(time.strptime("2026-03-01 12:02:00", "%Y-%m-%d %H:%M:%S"))
+    assert longest_steps(log, now) == (
+        "20 s after 'python -m sglang.launch_server', 5 s after 'Load weight begin. avail mem=78.60 GB', "
+        "93 s after 'Capture cuda graph begin. This can take up to several minute'"
+    )
+    assert longest_steps("no time", now) == ""
 
 
 def test_the_end_of_a_log_is_readable(tmp_path):

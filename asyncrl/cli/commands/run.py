@@ -45,6 +45,7 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.checklist import Case, make_checks
+from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher, View
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
@@ -304,7 +305,8 @@ def launched(config: ExperimentConfig, num_prompts: int, view: _ClosableView) ->
 
 def shown_config(config: ExperimentConfig, num_prompts: int) -> ExperimentConfig:
     """The config as config.yaml shows it, of a run that starts anew on this machine."""
-    return resolve(config, Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts))
+    facts = Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts, model_bytes=bytes_of_models(config))
+    return resolve(config, facts)
 
 
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:

@@ -23,6 +23,7 @@ from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.checks.gpus import Gpu, query_gpus
+from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.devices import visible_devices
 
@@ -81,7 +82,7 @@ class Case:
 
     @cached_property
     def resolved(self) -> ExperimentConfig:
-        return resolve(self.config, Facts(on_gpu=bool(self.devices)))
+        return resolve(self.config, Facts(on_gpu=bool(self.devices), model_bytes=bytes_of_models(self.config)))
 
     @cached_property
     def gpus(self) -> Sequence[Gpu] | str:

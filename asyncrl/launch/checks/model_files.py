@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.fields import leaf_values
+from asyncrl.config.limits import rule_of
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.model_folder import (
     INDEX,
     SINGLE,
@@ -24,6 +26,7 @@ from asyncrl.data.model_folder import (
     text_config,
     weight_map,
 )
+from asyncrl.runtime.loading import bytes_of_weights
 
 _OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: loading a pickle runs code from it
 _LAYER = re.compile(r"(?<=\.)(\d+)\.")  # the first number in the name of a tensor
@@ -31,6 +34,13 @@ _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|t
 _SHOWN_CHARS = 40
 _MAX_TOKENIZER_BYTES = 500_000_000
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
+
+
+def bytes_of_models(config: ExperimentConfig) -> int:
+    """The bytes of the weights in the folders of all models that a config names. A folder without weights has none: other checks
+    tell it."""
+    folders = [value for _, value, entry in leaf_values(config) if rule_of(entry).file == "model" and value]
+    return sum(bytes_of_weights(folder) for folder in folders)
 
 
 def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dict[str, Any]:

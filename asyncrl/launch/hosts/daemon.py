@@ -244,7 +244,7 @@ class HostDaemon:
             specs,
             self._run_dir,
             fork=self._config.runtime.fork_server,
-            start_limit_s=self._config.runtime.start_timeout_s,
+            start_limit_s=self._config.runtime.start_limit_s,
             notice=self._notice,
             marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
             clock=self._clock,
