@@ -664,6 +664,9 @@ class NetworkConfig:
     # A host daemon that cannot reach name resolve for this long ends its processes, because the launcher may have died, or may have
     # restarted them on another host
     cut_off_limit_s: float = limited(60.0, above=0)
+    # Whether the tensor ranks (m) of a model may be on several hosts. They exchange data in every layer, so a slow network between
+    # hosts makes them wait; a rack with NVLink between its hosts does not
+    tensor_ranks_between_hosts: bool = False
     # The launcher waits this long for the daemons of its hosts, and a host daemon this long for its launcher
     hosts_limit_s: float = limited(300.0, above=0)
 

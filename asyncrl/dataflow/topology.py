@@ -20,7 +20,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.axes import AXES, SAMPLES, Axis, ParallelGrid
+from asyncrl.dataflow.axes import AXES, MATRICES, SAMPLES, Axis, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import ON_CPU
 from asyncrl.protocol.names import ACTOR
@@ -131,6 +131,11 @@ class ModelPlacement:
             rest = zip(self.grid.axes, shard.coordinates, strict=True)
             found.setdefault(tuple(at for axis, at in rest if axis.name not in names), []).append(worker)
         return tuple(map(tuple, found.values()))
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each group that splits matrices."""
+        return self.groups(*(axis.name for axis in self.grid.axes if axis.splits == MATRICES))
 
     def parts(self, what: str) -> tuple[tuple[int, ...], ...]:
         """Return the workers that have each part of the samples, layers or matrices."""

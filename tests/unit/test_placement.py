@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
@@ -123,12 +124,48 @@ def test_a_placed_process_binds_to_its_host_and_sees_only_its_gpus():
     assert "CUDA_VISIBLE_DEVICES" not in placed(spec, places[spec.name], with_gpus=False).env
 
 
+def test_tensor_ranks_are_on_one_host():
+    specs = specs_of("sglang.d1m2+m4")
+    places = Placement([host(1, 5), host(2, 4)], "h1").place_all(specs)  # three GPUs of h1 stay free
+    assert hosts_of(places, "generation_server") == ["h1"]
+    assert hosts_of(places, "model_worker") == ["h2"] * 4
+    both = specs_of("sglang.d1+d2m2")
+    assert (
+        hosts_of(Placement([host(1, 4), host(2, 2)], "h1").place_all(both), "model_worker") == ["h1"] * 2 + ["h2"] * 2
+    )
+    named = specs_of("sglang.d1@0+m2@1-2", cluster="hosts", hosts=["h1", "h2"])
+    for splits in (False, True):
+        few = Placement([host(1, 5), host(2, 3)], "h1", splits_tensor_groups=splits)
+        across = placement_of("sglang.d1@0+m2@1-2", host(1, 2), host(2, 2), splits_tensor_groups=splits)
+        if splits:
+            assert hosts_of(few.place_all(specs), "model_worker") == ["h1"] * 3 + ["h2"]
+            assert hosts_of(across.place_all(named), "model_worker") == ["h1", "h2"]
+            continue
+        with pytest.raises(
+            PlacementError,
+            match=r"model_worker/0 is one of 4 tensor ranks .* free GPUs: h1: 3, h2: 3. .*network.tensor_ranks_between_hosts=true",
+        ):
+            few.place_all(specs)
+        with pytest.raises(PlacementError, match="the allocation puts model_worker/1 on h2"):
+            across.place_all(named)
+
+
+def test_tensor_ranks_of_several_models_that_share_a_worker_stay_together():
+    models = [ModelConfig(name, "/m", "m2", workers) for name, workers in (("actor", [0, 1]), ("critic", [1, 2]))]
+    specs = [
+        replace(spec, config=replace(spec.config, models=models)) if spec.kind == "model_worker" else spec
+        for spec in specs_of("sglang.d1+d3")
+    ]
+    places = Placement([host(1, 3), host(2, 3)], "h1").place_all(specs)
+    assert hosts_of(places, "model_worker") == ["h2"] * 3
+
+
 # ------------------------------------------------------------------------------------------------ devices that are named
 
 
-def placement_of(allocation, *hosts):
+def placement_of(allocation, *hosts, **more):
     """The hosts are filled in the other order than devices are counted."""
-    return Placement(hosts[::-1], hosts[0].name, Allocation.parse(allocation), [host.name for host in hosts])
+    return Placement(hosts[::-1], hosts[0].name, Allocation.parse(allocation), [host.name for host in hosts], **more)
 
 
 def where(places, kind):

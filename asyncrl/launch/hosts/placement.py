@@ -3,7 +3,8 @@
 consumes: process specs, hosts with their resources. produces: a place for each process, or PlacementError with what would fit.
 
 - With GPUs: a generation server gets one GPU per tensor parallel rank, all on one host. Model workers fill one host after another
-  in the order of their ranks, so that neighbouring ranks are close.
+  in the order of their ranks, so that neighbouring ranks are close. The tensor ranks of a model are on one host, unless
+  network.tensor_ranks_between_hosts allows otherwise.
 - Without GPUs: a computing process goes to the host with the largest share of free cores. A model worker stays on the host of the
   previous rank as long as a core is free there.
 - If the allocation names devices, computing processes go where their devices are (devices.py). Processes with the same device
@@ -19,7 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.dataflow.topology import Allocation
+from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.dataflow.topology import Allocation, ModelPlacement
 from asyncrl.launch.hosts.devices import NamedDevices
 from asyncrl.launch.program import ProcessSpec, named_devices, num_devices, on_gpus
 
@@ -59,10 +61,18 @@ class Placement:
     other hosts."""
 
     def __init__(
-        self, hosts: Iterable[Host], first: str, allocation: Allocation | None = None, counted: Sequence[str] = ()
+        self,
+        hosts: Iterable[Host],
+        first: str,
+        allocation: Allocation | None = None,
+        counted: Sequence[str] = (),
+        *,
+        splits_tensor_groups: bool = False,
     ) -> None:
         """hosts: in the order in which they are filled. first: name of the launcher's own host, on which processes that do not
-        compute are placed. allocation: it may name devices, which are counted over the hosts in the order `counted`."""
+        compute are placed. allocation: it may name devices, which are counted over the hosts in the order `counted`.
+        splits_tensor_groups: tensor ranks may be on several hosts."""
+        self._splits_tensor_groups = splits_tensor_groups
         self._hosts = {host.name: host for host in hosts}
         self._first, self._counted = first, counted
         self._allocation = allocation if allocation is not None and allocation.generation_devices is not None else None
@@ -117,12 +127,18 @@ class Placement:
         if not self._hosts:
             raise PlacementError(f"{spec.name} cannot be placed: no host is left")
         named = self._named_place(spec)
-        fitting = [
+        group = self._tensor_group(spec) if gpus else [spec.name]
+        placed_at = {self._places[name].host.name for name in group if name in self._places}
+        # The first of a group goes to a host with room for all of it, unless the allocation says where each of them is
+        room = gpus if placed_at else gpus * len(group)
+        near = [
             host
             for host in ([named.host] if named is not None else self._hosts.values())
-            if (named is not None or len(self._free_gpus(host)) >= gpus)
-            and (not host.memory_bytes or self._used(host)[1] + memory <= host.memory_bytes)
+            if (not placed_at or host.name in placed_at) and (named is not None or len(self._free_gpus(host)) >= room)
         ]
+        if not near and len(group) > 1:
+            raise PlacementError(self._why_split(spec, group, named))
+        fitting = [host for host in near if not host.memory_bytes or self._used(host)[1] + memory <= host.memory_bytes]
         if not fitting:
             raise PlacementError(self._why_not(spec, 0 if named is not None else gpus, memory))
         place = named or self._choose(spec, fitting, gpus)
@@ -158,6 +174,25 @@ class Placement:
             raise PlacementError(f"{spec.name} needs {what} on one host, and they are on {' and '.join(names)}")
         gpus_here = tuple(places[number].gpu for number in numbers if places[number].gpu)
         return Place(self._hosts[next(iter(names))], gpus_here)
+
+    def _tensor_group(self, spec: ProcessSpec) -> list[str]:
+        """Return the processes that must be on one host with this one: those of all its tensor groups, and of theirs."""
+        config = spec.config
+        if self._splits_tensor_groups or not isinstance(config, ModelWorkerConfig):
+            return [spec.name]
+        groups = [set(group) for model in config.models for group in ModelPlacement.of(model).tensor_groups]
+        found = {config.worker.index}
+        while grown := set().union(*(group for group in groups if group & found)) - found:
+            found |= grown
+        return [f"{_TRAINER}/{worker}" for worker in sorted(found)]
+
+    def _why_split(self, spec: ProcessSpec, group: Sequence[str], named: Place | None) -> str:
+        free = ", ".join(f"{host.name}: {len(self._free_gpus(host))}" for host in self._hosts.values())
+        where = f"the allocation puts {spec.name} on {named.host.name}" if named is not None else f"free GPUs: {free}"
+        return (
+            f"{spec.name} is one of {len(group)} tensor ranks ({group[0]} to {group[-1]}), which must be on one host, because they "
+            f"exchange data in every layer; {where}. Use a smaller m, or allow it by network.tensor_ranks_between_hosts=true"
+        )
 
     def _neighbour(self, spec: ProcessSpec) -> Host | None:
         """Return the host of the model worker before this one, if that one is placed. None for other processes."""
@@ -197,7 +232,7 @@ class Placement:
         servers = [spec for spec in specs if spec.kind == _SERVER]
         others = [spec for spec in specs if spec.kind != _SERVER]
         for count in range(len(servers) - 1, 0, -1):
-            attempt = Placement(self._hosts.values(), self._first)
+            attempt = Placement(self._hosts.values(), self._first, splits_tensor_groups=self._splits_tensor_groups)
             try:
                 for spec in _in_order([*servers[:count], *others]):
                     attempt.place(spec)

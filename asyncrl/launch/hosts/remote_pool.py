@@ -179,7 +179,13 @@ class RemoteProcessPool(Pool):
         self._reports: dict[str, HostReport] = {}  # by host, observed and not processed yet
         self._known: dict[str, HostRecord] = {}  # by host, processed
         self._noticed: dict[str, int] = {}  # by host daemon: number of the last notice shown
-        self._placement = Placement([], own_host, allocation_of(config), config.hosts)
+        self._placement = Placement(
+            [],
+            own_host,
+            allocation_of(config),
+            config.hosts,
+            splits_tensor_groups=config.network.tensor_ranks_between_hosts,
+        )
         self._num_started = 0
         try:
             service.watch_checked(self._names.host_daemons(), self._observe_daemon)
