@@ -22,9 +22,11 @@ from pathlib import Path
 from gpu_stages.sheet import FAILED, Row, Sheet, table
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for tests/support; asyncrl itself may be installed, or on PYTHONPATH
 # Seconds of each stage, in the order in which they run
 LIMITS_S = {"facts": 40.0, "kernels": 90.0, "step": 180.0, "nccl": 40.0, "generate": 90.0, "oom": 40.0}
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in a run (asyncrl/launch/program.py)
+# The allocator as in a run (asyncrl/launch/program.py). CUDA is found without a context, which a forked process could not use
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def main() -> int:
@@ -37,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.commit = args.commit or _commit()
-    os.environ.update(ALLOCATOR | os.environ)
+    os.environ.update(ENVIRONMENT | os.environ)
     if args.stage == "all":
         return run_all(args)
     return show_table(args.out) if args.stage == "table" else run(args)
@@ -104,4 +106,6 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without the destructors of process groups, which may wait for a broken CUDA context

@@ -27,7 +27,8 @@ from asyncrl.weights.versions import version_dir, write_version
 from .bench import Bench, random_weights
 from .sheet import Row
 
-PROMPT_TOKENS, NEW_TOKENS, MOST_REQUESTS = 64, 256, 256
+PROMPT_TOKENS, MOST_REQUESTS = 64, 256
+NEW_TOKENS, FEW_TOKENS = 256, 64  # of the most requests at once; of fewer, whose passes take as long
 _COMPARED = 16  # sequences
 _SHM = Path("/dev/shm")
 
@@ -74,7 +75,8 @@ def load_weights(bench: Bench) -> Iterator[Row]:
 def throughput(count: int, bench: Bench) -> Iterator[Row]:
     """Tokens per second of so many requests at once; planned: the least time in which the card reads weights and KV cache."""
     engine, runner = _engine(bench)
-    new, prompt = bench.size(NEW_TOKENS, 8), bench.size(PROMPT_TOKENS, 8)
+    new = NEW_TOKENS if count == MOST_REQUESTS else FEW_TOKENS
+    new, prompt = bench.size(new, new // 32), bench.size(PROMPT_TOKENS, 8)
     used = min(count, bench.size(MOST_REQUESTS, 4))
     config = load_config(bench.model_folder("0.6B"), "lm")
     prompts = np.random.default_rng(count).integers(1, config.vocab_size, (used, prompt)).tolist()
@@ -91,7 +93,7 @@ def throughput(count: int, bench: Bench) -> Iterator[Row]:
     read = bench.found["num_bytes"] + used * (prompt + new / 2) * per_token
     planned = used * bench.kind.memory_bandwidth / read if bench.kind else None
     note = f"{1e3 * seconds / new:.1f} ms a pass"
-    yield Row(f"{count} requests of {NEW_TOKENS} new tokens", used * new / seconds, "tokens/s", planned, note)
+    yield Row(f"{count} requests of {new} new tokens", used * new / seconds, "tokens/s", planned, note)
 
 
 def logprobs(bench: Bench) -> Iterator[Row]:

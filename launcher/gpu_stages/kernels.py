@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -47,7 +48,7 @@ def attention_kernels(bench: Bench) -> Iterator[Row]:
                 yield bench.timed(f"attention {name} {kernel} forward", forward, flops=flops)
                 yield bench.timed(f"attention {name} {kernel} backward", backward, flops=2.5 * flops)
         if len(outputs) == 2:
-            gap = float((outputs["varlen"] - outputs["rectangles"]).abs().max())
+            gap = float((outputs["varlen"] - outputs["rectangles"]).detach().abs().max())
             note = "" if gap < _LARGEST_DIFFERENCE else "failed: the kernels differ by more than rounding"
             yield Row(f"attention {name}: largest difference", gap, note=note)
 
@@ -56,72 +57,82 @@ def _attend(views: list[Tensor], segments: Segments) -> Tensor:
     return packed_attention(nn.Module(), *views, None, segments=segments)[0]
 
 
-def decoder_layer(bench: Bench) -> Iterator[Row]:
-    """One layer of Qwen3-8B on a row of 16k tokens in sequences of 4k: its elementwise parts, and the whole layer, each eager and
-    compiled. On one rank the engine has float32 weights under autocast, with FSDP bfloat16 ones."""
-    layer, hidden, position, segments = _layer(bench)
-    tokens, size = hidden.shape[1], hidden.shape[2]
-    module, config = sys.modules[type(layer).__module__], layer.self_attn.config
-    heads, kv_heads, width, mlp = (
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
-    )  # fmt: skip
-    linear = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-    squares = int((segments.cu_seqlens.diff().double() ** 2).sum())
-    flops = 2 * linear * tokens + 2 * heads * width * squares
-    arguments = {"attention_mask": None, "position_embeddings": position, "segments": segments}
-    yield from _whole_layer(bench, "layer, eager", layer, hidden, arguments, flops)
-    compiled = _compiled(bench, layer)
-    seconds = bench.clock(partial(_both, compiled, hidden, arguments))
-    yield Row("layer, first compiled call", seconds, "s", note="compiles")
-    yield from _whole_layer(bench, "layer, compiled", compiled, hidden, arguments, flops)
+@dataclass
+class _Layer:
+    """The decoder layer of Qwen3-8B, and a row of 16k tokens in sequences of 4k."""
+
+    bench: Bench
+
+    def __post_init__(self) -> None:
+        bench, path = self.bench, self.bench.model_folder("8B", 1)
+        model = random_weights(bench.device).load_whole(path, "lm", load_config(path, "lm"), torch.bfloat16)
+        self.config, self.module = model.config, model.model.layers[0]
+        lengths = [bench.size(4096, 16)] * 4
+        self.tokens = sum(lengths)
+        self.hidden = bench.randn(1, self.tokens, self.config.hidden_size, grad=True)
+        positions = torch.cat([torch.arange(length, device=bench.device) for length in lengths])[None]
+        self.position = model.model.rotary_emb(self.hidden, positions)
+        segments = Segments.of(lengths, device=bench.device)
+        self.arguments = {"attention_mask": None, "position_embeddings": self.position, "segments": segments}
+        linear = sum(parameter.numel() for parameter in self.module.parameters() if parameter.ndim == 2)
+        width = self.config.num_attention_heads * self.config.head_dim
+        self.flops = 2 * linear * self.tokens + 2 * width * sum(length**2 for length in lengths)  # of forward
+
+    def passes(self, name: str, function: Any) -> Iterator[Row]:
+        """Forward keeps what backward needs, too."""
+        yield self.bench.timed(f"{name}: forward", partial(function, self.hidden, **self.arguments), flops=self.flops)
+        yield self.bench.timed(f"{name}: both passes", partial(self.both, function), flops=3 * self.flops)
+
+    def both(self, function: Any) -> None:
+        output = function(self.hidden, **self.arguments)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
+
+
+def eager_layer(bench: Bench) -> Iterator[Row]:
+    """On one rank the engine has float32 weights under autocast, with FSDP bfloat16 ones."""
+    layer = _Layer(bench)
+    yield from layer.passes("layer, eager", layer.module)
+    module = layer.module.float()
 
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(bench.device.type, torch.bfloat16):  # for each call: it keeps the weights that it has cast
-            return layer(*args, **kwargs)
+            return module(*args, **kwargs)
 
-    layer.float()
-    yield from _whole_layer(bench, "layer, eager, float32 weights", under_autocast, hidden, arguments, flops)
+    yield from layer.passes("layer, eager, float32 weights", under_autocast)
+
+
+def compiled_layer(bench: Bench) -> Iterator[Row]:
+    layer = _Layer(bench)
+    compiled = _compiled(bench, layer.module)
+    yield Row("layer, first compiled call", bench.clock(partial(layer.both, compiled)), "s", note="compiles")
+    yield from layer.passes("layer, compiled", compiled)
+
+
+def elementwise(bench: Bench) -> Iterator[Row]:
+    """The parts of the layer that move bytes, forward, each eager and compiled."""
+    layer = _Layer(bench)
+    module, config, tokens = layer.module, layer.config, layer.tokens
+    heads, kv_heads, width, mlp = (
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
+    )  # fmt: skip
     query, key = bench.randn(1, heads, tokens, width), bench.randn(1, kv_heads, tokens, width)
     gate, up = bench.randn(1, tokens, mlp), bench.randn(1, tokens, mlp)
+    rope = sys.modules[type(module).__module__].apply_rotary_pos_emb
     parts: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
-        ("RMSNorm", layer.input_layernorm, (hidden.detach(),), 2 * size),
-        ("q-norm", layer.self_attn.q_norm, (query,), 2 * heads * width),
-        ("RoPE", module.apply_rotary_pos_emb, (query, key, *position), 2 * (heads + kv_heads) * width + 2 * width),
-        ("SwiGLU", lambda a, b: layer.mlp.act_fn(a) * b, (gate, up), 3 * mlp),
+        ("RMSNorm", module.input_layernorm, (layer.hidden.detach(),), 2 * config.hidden_size),
+        ("q-norm", module.self_attn.q_norm, (query,), 2 * heads * width),
+        ("RoPE", rope, (query, key, *layer.position), 2 * (heads + kv_heads) * width + 2 * width),
+        ("SwiGLU", lambda a, b: module.mlp.act_fn(a) * b, (gate, up), 3 * mlp),
     ]
-    layer.bfloat16()
     with torch.no_grad():
         for name, part, args, per_token in parts:
             for kind, function in (("eager", part), ("compiled", _compiled(bench, part))):
                 yield bench.timed(f"{name}, {kind}", partial(function, *args), num_bytes=2 * per_token * tokens)
 
 
-def _layer(bench: Bench) -> tuple[Any, Tensor, Any, Segments]:
-    path = bench.model_folder("8B", 1)
-    model = random_weights(bench.device).load_whole(path, "lm", load_config(path, "lm"), torch.bfloat16)
-    lengths = [bench.size(4096, 16)] * 4
-    positions = torch.cat([torch.arange(length, device=bench.device) for length in lengths])[None]
-    hidden = bench.randn(1, sum(lengths), model.config.hidden_size, grad=True)
-    position = model.model.rotary_emb(hidden, positions)
-    return model.model.layers[0], hidden, position, Segments.of(lengths, device=bench.device)
-
-
 def _compiled(bench: Bench, function: Any) -> Any:
     """On a CPU without Inductor, which would take most of the time of the test."""
     return torch.compile(function, dynamic=False, backend="inductor" if bench.on_gpu else "aot_eager")
-
-
-def _whole_layer(
-    bench: Bench, name: str, layer: Any, hidden: Tensor, arguments: dict[str, Any], flops: float
-) -> Iterator[Row]:
-    """Forward keeps what backward needs, too."""
-    yield bench.timed(f"{name}: forward", partial(layer, hidden, **arguments), flops=flops)
-    yield bench.timed(f"{name}: both passes", partial(_both, layer, hidden, arguments), flops=3 * flops)
-
-
-def _both(layer: Any, hidden: Tensor, arguments: dict[str, Any]) -> None:
-    output = layer(hidden, **arguments)
-    (output[0] if isinstance(output, tuple) else output).sum().backward()
 
 
 def output_layer(bench: Bench) -> Iterator[Row]:
@@ -167,5 +178,7 @@ MEASUREMENTS = (
     ("attention", attention_kernels),
     ("output layer", output_layer),
     ("products", products),
-    ("decoder layer", decoder_layer),
+    ("eager layer", eager_layer),
+    ("compiled layer", compiled_layer),
+    ("elementwise", elementwise),
 )
