@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
+from types import MappingProxyType
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -15,16 +17,27 @@ _HEADER = """\
 # `python launcher/lock_versions.py >launcher/requirements.lock`; a local build's suffix is left out."""
 
 
-def needed(name: str, extras: frozenset[str], found: dict[str, frozenset[str]]) -> None:
-    """Add a package and all its dependencies to `found`, each with the requested extras."""
+def needed(
+    name: str,
+    extras: frozenset[str],
+    found: dict[str, frozenset[str]],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    is_left_out: Callable[[Requirement], bool] = lambda requirement: False,
+) -> None:
+    """Add a package and all its dependencies to `found`, each with the requested extras.
+
+    environment: variables of markers that are not those of this interpreter. is_left_out: True for a requirement that is not
+    followed.
+    """
     key = canonicalize_name(name)
     if key in found and extras <= found[key]:
         return
     found[key] = extras | found.get(key, frozenset())
     for requirement in map(Requirement, distribution(name).requires or []):
         marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in found[key] | {""}):
-            needed(requirement.name, frozenset(requirement.extras), found)
+        applies = marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in found[key] | {""})
+        if applies and not is_left_out(requirement):
+            needed(requirement.name, frozenset(requirement.extras), found, environment, is_left_out)
 
 
 if __name__ == "__main__":

@@ -194,11 +194,13 @@ def _peaks(events: Sequence[Any], at_start: int) -> dict[str, int]:
 
 
 _SPAN = "plan_accuracy:"  # beginning of the names of the measured spans
-_METHODS = {  # of a process group -> name in a plan
+_METHODS = {  # of a process group -> name in a plan; torch 2.11 has those that begin with _ in place of those with _single
     "allreduce": "all_reduce",
     "allgather": "all_gather",
+    "_allgather_base": "all_gather",
     "all_gather_single": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
     "broadcast": "broadcast",
     "send": "send",
@@ -223,7 +225,7 @@ class _Payloads:
 
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._methods = {name: getattr(ProcessGroup, name) for name in _METHODS}
+        self._methods = {name: getattr(ProcessGroup, name) for name in _METHODS if hasattr(ProcessGroup, name)}
         for name, method in self._methods.items():
             setattr(ProcessGroup, name, self._counted(_METHODS[name], method))
         return self

@@ -254,6 +254,9 @@ def test_a_python_that_is_too_old_is_refused(call):
 def test_help_needs_no_installation(call, tmp_path):
     assert call("run_async_ppo.sh", "--help", cwd=tmp_path) == []
     assert "[CONFIG] [key=value ...]" in call.output
+    assert call("pack_wheels.sh", "--help", cwd=tmp_path) == []
+    assert "--has FILE" in call.output
+    assert "set -euo" not in call.output
 
 
 def test_sglang_gets_an_environment_of_its_own(call, clone):
