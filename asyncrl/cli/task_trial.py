@@ -20,6 +20,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.config.validation import problems_of_generating_step
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
+from asyncrl.launch.checks.bound_names import takes_prompts
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.trajectories import Locator
@@ -65,11 +66,11 @@ def judge_step(config: ExperimentConfig) -> list[Finding]:
         function = StepFunction(spec, config.train.call_timeout_s)
     except Exception as error:  # the user's module may raise any exception
         return [Finding("train.step", "fail", f"{type(error).__name__}: {error}", "correct the file or the name")]
-    manager = config.manager
-    problems = problems_of_generating_step(config.mode, config.train, manager.max_head_offpolicyness, manager.overdue)
-    found = [
-        Finding(name, "fail", str(value), remedy) for name, value, remedy in (problems if function.generates else ())
-    ]
+    eta, overdue = config.manager.max_head_offpolicyness, config.manager.overdue
+    found = []
+    if function.generates and not takes_prompts(spec):  # the checks of files name the problems of a file's step
+        problems = problems_of_generating_step(config.mode, config.train, eta, overdue)
+        found = [Finding(name, "fail", str(value), remedy) for name, value, remedy in problems]
     return found or [Finding("train.step", "ok", f"{spec} is a step function")]
 
 

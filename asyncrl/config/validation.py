@@ -261,8 +261,8 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def problems_of_generating_step(mode: str, train: TrainConfig, eta: int, overdue: str) -> Iterator[Problem]:
-    """Fields that do not fit a step function that generates. Only an import of the function shows that it does, so `check` and the
-    master call this. eta, overdue: of `manager`."""
+    """Fields that do not fit a step function that generates. The checks of files call this if its source shows that it does, and
+    the master, which imports it, in any case. eta, overdue: of `manager`."""
     traits, generates = mode_of(mode), "train.step generates its batch"
     if not traits.forms_batches:
         return

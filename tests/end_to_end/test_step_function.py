@@ -143,7 +143,7 @@ def test_a_step_that_generates_goes_on_after_kills_in_the_middle_of_its_orders(c
     for place in ("before", "after"):
         (tmp_path / f"kill_{place}").touch()
     settings = (
-        "allocation=transformers.d1+d1",
+        "allocation=transformers.d1@0+d1@0",  # shared: generation and training take turns
         "manager.max_head_offpolicyness=0",
         f"train.step={tmp_path}/step.py:step",
         "train.batch_size=4",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ import pytest
 from test_executor import DATASET, LIMIT_S, mfc, ppo_graph, running
 from test_step_function import PLACES, use
 
+from asyncrl.cli.checks import checks_of
 from asyncrl.cli.task_trial import judge_step
 from asyncrl.config.fields import with_leaves
 from asyncrl.config.modes import EVAL_ONLY
-from asyncrl.config.schema import ConfigError, PPOConfig, SamplingConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, PPOConfig, SamplingConfig
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph
+from asyncrl.launch.checks.bound_names import takes_prompts
+from asyncrl.launch.checks.checklist import Case, make_checks
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.master.books import RejectedShareError
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.generating import NoBatch, Prompts
-from asyncrl.master.step_function import StepFunctionError
+from asyncrl.master.step_function import StepFunction, StepFunctionError
 from asyncrl.protocol.calls import ExecuteMFC
 from asyncrl.protocol.manager import Order, RejectedPrompt
 from asyncrl.protocol.trajectories import Locator
@@ -248,31 +252,74 @@ def test_next_leaves_out_prompts_that_are_done() -> None:
 # ------------------------------------------------------------------------------------------------- settings that are refused
 
 REFUSED = {
-    "mode": ({"mode": "sync"}, "mode=sync: train.step generates its batch with generation servers; use mode=async"),
+    "mode": ({"mode": "sync"}, "mode='sync': train.step generates its batch with generation servers; use mode=async"),
     "eta": (
         {"manager.max_head_offpolicyness": 2},
         "offpolicyness=2: train.step generates .* so no data is old; set it to 0",
     ),
     "overdue": (
         {"manager.overdue": "train"},
-        "manager.overdue=train: train.step .* waits for all of it; use wait or drop",
+        "manager.overdue='train': train.step .* waits for all of it; use wait or drop",
     ),
     "streaming": ({"train.streaming": True}, "train.streaming=True: train.step .* has no parts; set it to false"),
     "arriving": ({"train.arriving_inference": True}, "train.arriving_inference=True: train.step .*; set it to false"),
 }
 
 
+def refused_before_start(config: ExperimentConfig) -> list[str]:
+    rows = [row for row in checks_of("files", cost="short") if row.about == "the step's generation"]
+    return make_checks(rows, Case(config)).problems
+
+
 @pytest.mark.parametrize("what", REFUSED)
-def test_check_refuses_settings_that_do_not_fit(what: str, tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_are_refused_before_the_run_starts(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the source of a file. `check`, which imports the function, refuses them for an installed module, too."""
     changes, message = REFUSED[what]
-    step = f"train.step={written(tmp_path, GENERATE)}"
-    config = load_experiment(ROOT / "examples" / "grpo" / "config.yaml", ["manager.max_head_offpolicyness=0", step])
-    assert [finding.state for finding in judge_step(config)] == ["ok"]
-    (finding,) = judge_step(with_leaves(config, lambda path, value, _: changes.get(path, value)))
-    assert finding.state == "fail"
-    assert re.search(message, f"{finding.name}={finding.value}: {finding.remedy}")
-    evaluation = with_leaves(config, lambda path, value, _: {"mode": EVAL_ONLY, **changes}.get(path, value))
-    assert what == "mode" or [finding.state for finding in judge_step(evaluation)] == ["ok"]  # it makes no step
+    written(tmp_path, GENERATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "step", raising=False)
+    config = load_experiment(ROOT / "examples" / "grpo" / "config.yaml", ["manager.max_head_offpolicyness=0"])
+
+    def changed(step: str, **by: object) -> ExperimentConfig:
+        return with_leaves(config, lambda path, value, _: {"train.step": step, **by}.get(path, value))
+
+    for step in (f"{tmp_path}/step.py:step", "step:step"):
+        assert refused_before_start(changed(step)) == []
+        assert [finding.state for finding in judge_step(changed(step))] == ["ok"]
+        told = refused_before_start(changed(step, **changes))
+        found = judge_step(changed(step, **changes))
+        if step == "step:step":
+            assert told == []
+            assert [finding.state for finding in found] == ["fail"]
+            told = [f"{finding.name}={changes[finding.name]!r}: {finding.remedy}" for finding in found]
+        (problem,) = told
+        assert re.search(message, problem)
+        if what != "mode":  # an evaluation makes no step
+            only = changed(step, **{**changes, "mode": EVAL_ONLY})
+            assert (refused_before_start(only), [finding.state for finding in judge_step(only)]) == ([], ["ok"])
+
+
+@pytest.mark.parametrize(
+    ("source", "generates"),
+    [
+        ("async def step(models, prompts): pass", True),
+        ("async def step(models, prompts, more=1): pass", True),
+        ("async def step(models, batch): pass\nasync def step(models, prompts): pass", True),
+        ("async def step(models, batch, prompts=None): pass", False),
+        ("async def other(models, prompts): pass", False),
+        ("def step(models, prompts): pass", False),
+        ("async def step(models, prompts:", False),
+    ],
+)
+def test_the_source_shows_whether_a_step_generates(source: str, generates: bool, tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(source)
+    assert takes_prompts(f"{tmp_path}/step.py:step") is generates
+    if "async def step" in source and source.endswith("pass"):
+        assert StepFunction(f"{tmp_path}/step.py:step", 1.0).generates is generates
+    assert not takes_prompts("")
+    assert not takes_prompts(f"{tmp_path}/nowhere.py:step")
 
 
 async def test_the_master_refuses_them_before_a_ticket_is_granted(tmp_path: Path, opened: Any) -> None:

@@ -1,10 +1,11 @@
-"""Which names the source of a module binds, found without running it (pure)."""
+"""What the source of a module shows without running it: the names that it binds, and whether its step function generates."""
 
 from __future__ import annotations
 
 import ast
 import symtable
 from collections.abc import Iterator
+from pathlib import Path
 
 # Code with one of these may bind names that its source does not show
 _HIDDEN = {
@@ -31,6 +32,19 @@ class BoundNames:
     def may_have(self, name: str) -> bool:
         """Whether the name may be bound when the module has run. False: it surely is not."""
         return name in self.names or not self._is_complete
+
+
+def takes_prompts(spec: str) -> bool:
+    """Whether the source of train.step shows a step function that generates. False: it does not, or only an import shows it."""
+    file, _, wanted = spec.rpartition(":")
+    if not file.endswith(".py"):
+        return False
+    try:
+        body = ast.parse(Path(file).expanduser().read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # other checks name these
+        return False
+    functions = [node for node in body if isinstance(node, ast.AsyncFunctionDef) and node.name == wanted]
+    return bool(functions) and [argument.arg for argument in functions[-1].args.args][1:2] == ["prompts"]
 
 
 def _bound(table: symtable.SymbolTable) -> Iterator[str]:

@@ -24,6 +24,7 @@ from asyncrl.config.schema import (
     prompt_sources,
 )
 from asyncrl.config.transports import FILES, forms_nccl_groups
+from asyncrl.config.validation import problems_of_generating_step
 from asyncrl.data.model_folder import read_object, text_config
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
@@ -33,7 +34,7 @@ from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang, own_torch
-from asyncrl.launch.checks.bound_names import BoundNames
+from asyncrl.launch.checks.bound_names import BoundNames, takes_prompts
 from asyncrl.launch.checks.checklist import (
     FIELDS,
     MODEL,
@@ -217,6 +218,14 @@ def _check_spec(field: str, spec: str) -> None:
         _check_defines(field, spec)
     elif spec:
         _check_module(field, spec)
+
+
+def _check_step(case: Case) -> Iterator[ConfigError]:
+    config, manager = case.config, case.config.manager
+    if takes_prompts(config.train.step):
+        eta, overdue = manager.max_head_offpolicyness, manager.overdue
+        for name, value, remedy in problems_of_generating_step(config.mode, config.train, eta, overdue):
+            yield ConfigError(f"{name}={value!r}: {remedy}")
 
 
 def _check_module(field: str, spec: str) -> None:
@@ -412,6 +421,7 @@ CHECKS = (
     Check("chat template", _check_chat_template, reads=("prompts", "eval", "train.ptx"), needs=(TOKENIZER,)),
     Check("supervised texts", _check_ptx, reads=("train.ptx",), when=lambda config: mode_of(config.mode).trains),
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
+    Check("the step's generation", _check_step, reads=("train.step", "manager", "mode")),
     Check("etcd", _check_name_resolve, reads=("name_resolve",)),
     Check("lengths", _check_length, reads=("rollout.sampling", "eval", "train.ptx"), needs=(MODEL,)),
     Check("disk space", check_room, needs=(WEIGHTS, FIELDS)),
