@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, steps_early, waiting_for_batch
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.generating import Generate, Prompts
+from asyncrl.master.generating import Generate, GeneratingStep, Prompts
 from asyncrl.master.handles import Batch, Call, Function, Models
 from asyncrl.master.homes import Home
 from asyncrl.master.parameter_hooks import ParameterHooks
@@ -35,7 +34,6 @@ from asyncrl.protocol.manager import Order
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 
-Form = Callable[[Order], Awaitable[Sequence[str]]]
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 
 
@@ -209,9 +207,9 @@ class FunctionExecutor:
         """Whether the step function generates its batch: use generate_step."""
         return self._function.generates
 
-    async def generate_step(self, prompts: Prompts, config: MasterWorkerConfig, form: Form) -> StepResult:
-        """Run the step of a step function that generates. form: forms the batch of an order. Raises what it raises."""
-        await self._run((), prompts.version, generating=(prompts, config, form))
+    async def generate_step(self, generation: GeneratingStep) -> StepResult:
+        """Run the step of a step function that generates. Raises the errors of the generation."""
+        await self._run((), generation.prompts.version, generation=generation)
         self._buffer.end_batch()
         result, self._result = self._result, StepResult()
         return result
@@ -223,7 +221,7 @@ class FunctionExecutor:
         batch: Sequence[str] = (),
         *,
         ends_step: bool = True,
-        generating: tuple[Prompts, MasterWorkerConfig, Form] | None = None,
+        generation: GeneratingStep | None = None,
     ) -> None:
         left_out = self._hooks.left_out(version) | (frozenset() if ends_step else self._waiting)
         reads: dict[str, list[str]] = {}
@@ -257,15 +255,15 @@ class FunctionExecutor:
             async with asyncio.TaskGroup() as group:
                 data: Batch | Prompts
                 generate: Generate[Batch] | None = None
-                if generating is None:
+                if generation is None:
                     data = begin(tickets)
                 else:
-                    data, config, form = generating
+                    data, form = generation.prompts, generation.form
 
                     async def formed(order: Order) -> Batch:
                         return begin(await form(order))
 
-                    generate = Generate(config, lambda order: group.create_task(formed(order)))
+                    generate = Generate(generation.config, lambda order: group.create_task(formed(order)))
 
                 def start(runner: ModelFunctionCall, call: Call, groups: Batch) -> asyncio.Task[None]:
                     runner.order(call, groups, models.calls)

@@ -9,7 +9,7 @@ and a resumed run begin with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -67,6 +67,15 @@ class Prompts:
         if not 1 <= k <= self._batch_size:
             raise ValueError(f"prompts.next({k}): a step has 1 to train.batch_size={self._batch_size} prompts")
         return NextPrompts(tuple(islice(self._progress.left(), k)))
+
+
+@dataclass(frozen=True)
+class GeneratingStep:
+    """What the step of a step function that generates is made from."""
+
+    prompts: Prompts
+    config: MasterWorkerConfig
+    form: Callable[[Order], Awaitable[Sequence[str]]]  # returns the tickets of an order's batch; raises NoBatch
 
 
 class Generate(Generic[Result]):

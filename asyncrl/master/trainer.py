@@ -16,7 +16,7 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
-from asyncrl.master.generating import NoBatch, Prompts
+from asyncrl.master.generating import GeneratingStep, NoBatch, Prompts
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import Publisher
@@ -137,7 +137,7 @@ class Trainer:
             return self._no_prompt_is_left()
         try:
             if executor.generates:
-                result = await executor.generate_step(prompts, self._config, self._form)
+                result = await executor.generate_step(GeneratingStep(prompts, self._config, self._form))
             else:
                 result = await executor.execute_step(await self._form(), version)
         except NoBatch:

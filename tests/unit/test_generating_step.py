@@ -25,7 +25,7 @@ from asyncrl.launch.checks.checklist import Case, make_checks
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.master.books import RejectedShareError
 from asyncrl.master.buffer import PromptProgress
-from asyncrl.master.generating import NoBatch, Prompts
+from asyncrl.master.generating import GeneratingStep, NoBatch, Prompts
 from asyncrl.master.step_function import StepFunction, StepFunctionError
 from asyncrl.protocol.calls import ExecuteMFC
 from asyncrl.protocol.manager import Order, RejectedPrompt
@@ -66,7 +66,7 @@ async def run_step(
 
         prompts = Prompts(PromptProgress(5, 2), 8, 0)
         settings = master_config(folder, **{"group_size": 4, "sampling": SamplingConfig(max_new_tokens=9), **config})
-        step = master.executor.generate_step(prompts, settings, form or store)
+        step = master.executor.generate_step(GeneratingStep(prompts, settings, form or store))
         result = await asyncio.wait_for(step, LIMIT_S)
         return orders, [(body.mfc, body.ids) for me, body in world.calls(ExecuteMFC) if me in (0, 2, 3)], result
 

@@ -1073,6 +1073,15 @@ def test_orders_go_on_into_the_next_epoch_and_end_with_the_last_one() -> None:
     assert desk.ask(100).refusal == "exhausted"
 
 
+def test_prompts_that_were_done_before_the_first_order_are_left_out() -> None:
+    """The run went on from a checkpoint of steps without orders."""
+    desk = Desk(eta=0, register=False)
+    desk.report(full=True, done_cursor=Locator(0, 1), done=[Locator(0, 2)], order=ordered(1))
+    assert desk.ask(4).refusal == "exhausted"
+    desk.report(order=ordered(4))
+    assert locators(desk.ask(100).tickets) == [(0, 1), (0, 3)]
+
+
 def test_a_new_manager_has_the_order_from_the_full_report() -> None:
     old = Desk(eta=0)
     old.report(order=ordered(3, group_size=2))
