@@ -356,8 +356,9 @@ class SGLangProcess(ServerLink):
                 continue
             ended = self.how_it_ended()
             await self.close()
-            steps = longest_steps(whole, self._clock.time())
-            raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s, steps))
+            steps = longest_steps(whole, self._clock.time()) or "unknown"
+            late = f"the SGLang server did not answer within {limit_s:g} s (generation.load_timeout_s; longest steps: {steps})"
+            raise ConfigError(_did_not_start(ended or late, said, self._python, self._log))
 
     def _blot_key(self, began_at: int) -> None:
         """Overwrite the API key in the log with asterisks: SGLang logs its arguments at its start, and the key is one of them."""
@@ -598,9 +599,7 @@ def longest_steps(log: str, now: float) -> str:
     return ", ".join(f"{seconds:.0f} s after {said!r}" for seconds, _, said in longest if seconds >= 1)
 
 
-def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s: float, steps: str) -> str:
-    what = ended or f"the SGLang server did not answer within {limit_s:g} s (generation.load_timeout_s)"
-    what += f" ({steps})" if steps else ""
+def _did_not_start(what: str, said: str, python: str, log: Path) -> str:
     if "No module named 'sglang'" in said or "No module named sglang" in said:
         return f"generation.python={python!r}: SGLang is not installed there; {SETUP_HINT}"
     return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import os
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from asyncrl.generation.sglang import GrowingResponse
 from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, own_torch
 from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import (
+    SGLangProcess,
     cores_of_ranks,
     longest_steps,
     server_arguments,
@@ -484,6 +486,35 @@ a line without a time
         "93 s after 'Capture cuda graph begin. This can take up to several minute'"
     )
     assert longest_steps("no time", now) == ""
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (
+            "exec sleep 60",
+            r"did not answer within 2 s \(generation.load_timeout_s; longest steps: .*s after 'Capture graphs'\)",
+        ),
+        ("exit 3", r"^the SGLang server has ended with exit code 3 while it was starting"),
+    ],
+)
+async def test_only_a_start_that_takes_too_long_names_its_steps(tmp_path, last, said):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "[$(date "+%Y-%m-%d %H:%M:%S")] Capture graphs"\n{last}\n')
+    python.chmod(0o755)
+    server = SGLangProcess(
+        python=str(python),
+        arguments=lambda port: [],
+        environment=lambda tmp: dict(os.environ),
+        log=tmp_path / "log",
+        on_gpu=False,
+    )
+
+    async def never(url):
+        return False
+
+    with pytest.raises(ConfigError, match=said):
+        await server.start(never, 2.0)
 
 
 def test_the_end_of_a_log_is_readable(tmp_path):
