@@ -203,6 +203,7 @@ def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Seg
     return output_THV
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles differ from pass to pass, and so would the code
 def _in_rectangles(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.rectangles:
         return value_TKV.repeat_interleave(query_THD.shape[1] // value_TKV.shape[1], 1)

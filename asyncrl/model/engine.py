@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
@@ -95,6 +96,7 @@ class TrainEngine:
         self.replica = self._mesh.parts[SAMPLES] if self._mesh is not None else 0
         self.num_replicas = self._mesh.placement.grid.num_replicas if self._mesh is not None else 1
         self.num_stages = self._mesh.placement.grid.num_stages if self._mesh is not None else 1
+        self.num_tensor_ranks = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
         self.is_last_stage = self._mesh is None or self._mesh.is_last_stage
         self.is_head = self._mesh is None or self._mesh.is_head
 
@@ -133,6 +135,19 @@ class TrainEngine:
         )
 
     # ------------------------------------------------------------------------------------------------------------- loading
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Run each layer as compiled code from now on, made at its next calls."""
+        torch._inductor.config.compile_threads = 1  # in this process: no process of torch's outlives it
+        for layer in self._layers():
+            layer.compile(dynamic=True, backend=backend)
+
+    def uncompile_layers(self) -> None:
+        for layer in self._layers():
+            layer._compiled_call_impl = None
+
+    def _layers(self) -> list[nn.Module]:
+        return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.agreement import (
@@ -32,16 +34,20 @@ from asyncrl.architectures.agreement import (
 )
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import TrainConfig
+from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.attention import packed_attention
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.sharding import local_tensor
 from asyncrl.model.tensor_exchange import workers_of
 from asyncrl.runtime.unix_sockets import folder_of_run
 
 logger = logging.getLogger(__name__)
+
+# By the bits of a number: the largest relative difference between gradients that are equal but for rounding
+_GRADIENT_BOUND = {16: 0.1, 32: 1e-3}
 
 
 def load_checked(
@@ -60,12 +66,70 @@ def load_checked(
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)
-        check_packing(engine)
+        bound = check_packing(engine)
+        if train.compile != "off":
+            compile_checked(engine, model.name, bound, must=train.compile == "on")
     return engine
 
 
-def check_packing(engine: TrainEngine) -> None:
-    """Compare packed rows with each sequence alone, in both orders. Collective. Raises SelfCheckError on the ranks that see it."""
+def compile_checked(engine: TrainEngine, name: str, bound: float, *, must: bool) -> None:
+    """Compile the layers, and compare outputs and gradients with those before. Collective. must: raise ConfigError if it cannot be
+    done; else the log says so. bound: of outputs. Raises SelfCheckError on the ranks that see a larger difference."""
+    why = ""
+    if engine.num_tensor_ranks > 1:
+        why = "its layers are split over tensor ranks"
+    elif engine.train.gradient_checkpointing and "rectangles" in engine.attention:
+        why = f"with gradient checkpointing, attention in rectangles cannot be: {engine.attention}"
+    else:
+        texts = texts_of(engine.vocab_size)
+        eager, eager_grads = compute(engine, texts), _gradients(engine, texts)
+        engine.compile_layers()
+        try:
+            compiled, compiled_grads = compute(engine, texts), _gradients(engine, texts)
+        except TorchDynamoException as error:
+            engine.uncompile_layers()
+            why = str(error).strip().partition("\n")[0]
+    if why and must:
+        raise ConfigError(f"train.compile='on': {name} cannot be compiled: {why}; use auto or off")
+    if why:
+        logger.warning("%s is not compiled, so it trains slower than it could: %s (train.compile)", name, why)
+        return
+    if eager is not None and compiled is not None and (worst := Difference.between(compiled, eager)).nats > bound:
+        raise SelfCheckError(
+            f"compiled layers compute other outputs: they differ by {worst.nats:.3g} (bound: {bound:.0e}) at token "
+            f"{worst.token} of a text of {len(texts[worst.text])} tokens; use train.compile=off"
+        )
+    share, most = _relative_difference(compiled_grads, eager_grads), _GRADIENT_BOUND[torch.finfo(engine.dtype).bits]
+    if share > most:
+        raise SelfCheckError(
+            f"compiled layers compute other gradients: their difference has {share:.3g} of the norm of the gradients (bound: "
+            f"{most:g}); use train.compile=off"
+        )
+    logger.info("%s is compiled", name)
+
+
+def _gradients(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Gradients of the sum of all outputs, on this rank; none for a frozen model. The engine is afterwards as before."""
+    if engine.optimizer is None:
+        return []
+    flops = engine.trained_flops
+    engine.accumulate(_sample_of(texts), lambda outputs, *_: (next(iter(outputs.values())).sum(), {}), temperature=1.0)
+    grads = [local_tensor(p.grad).clone() for p in engine.named_parameters().values() if p.grad is not None]
+    engine.optimizer.zero_grad()
+    engine.trained_flops = flops
+    return grads
+
+
+def _relative_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The norm of the difference, as a share of the norm of what is expected."""
+    difference = math.sqrt(sum(float((one - other).square().sum()) for one, other in zip(found, expected, strict=True)))
+    norm = math.sqrt(sum(float(other.square().sum()) for other in expected))
+    return difference / norm if norm else difference
+
+
+def check_packing(engine: TrainEngine) -> float:
+    """Compare packed rows with each sequence alone, in both orders. Collective. Returns the bound of such differences, which on a
+    rank without outputs means nothing. Raises SelfCheckError on the ranks that see it."""
     texts = texts_of(engine.vocab_size)
     with _attention_calls(engine.model) as silent:
         packed = compute(engine, texts)
@@ -76,7 +140,7 @@ def check_packing(engine: TrainEngine) -> None:
     if silent:
         raise SelfCheckError(_bypassed(silent))
     if packed is None or turned is None or rounded is None:  # a rank without outputs
-        return
+        return 0.0
     expected = [one for row in alone if row is not None for one in row]
     found = Difference.between(packed, expected), Difference.between(turned[::-1], expected)
     worst = max(found, key=lambda one: one.nats)
@@ -84,6 +148,7 @@ def check_packing(engine: TrainEngine) -> None:
     if worst.nats > bound:
         is_whole = len(workers_of(engine)) == 1
         raise SelfCheckError(_mixed(worst, bound, _first_difference(engine, texts) if is_whole else ""))
+    return bound
 
 
 def _in_wider_floats(module: nn.Module, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -172,8 +237,7 @@ def _plain(model: nn.Module, text: Sequence[int]) -> Logprobs:
 
 def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprobs] | None:
     """The outputs of these texts, packed; for a model without logprobs, its values or scores. None on a rank without outputs."""
-    groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
-    sample = SequenceSample.from_groups([str(index) for index in range(len(texts))], groups)
+    sample = _sample_of(texts)
     outputs = {
         "lm": lambda: engine.logprobs(sample, temperature=1.0),
         "value": lambda: engine.values(sample),
@@ -183,6 +247,11 @@ def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprob
         return None
     lengths = [1 if engine.kind == "reward" else len(text) for text in texts]
     return np.split(outputs, np.cumsum(lengths)[:-1])
+
+
+def _sample_of(texts: Sequence[Sequence[int]]) -> SequenceSample:
+    groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
+    return SequenceSample.from_groups([str(index) for index in range(len(texts))], groups)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import shutil
 import weakref
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -483,6 +484,27 @@ def test_large_models_are_gathered_in_units(ranks, paths):
     for grid in ("d2", "d2p2"):
         size = ParallelGrid.parse(grid).size
         assert_same_outcome(ranks.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
+
+
+def run_compiled(rank: int, grid: str, cell: Cell) -> Outcome:
+    made = TrainEngine.__init__
+
+    def compiled(engine: TrainEngine, *arguments: Any, **options: Any) -> None:
+        made(engine, *arguments, **options)
+        engine.compile_layers("aot_eager")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainEngine, "__init__", compiled)
+        return run_cell(rank, grid, cell)
+
+
+@pytest.mark.timeout(300)
+def test_compiled_layers(ranks, paths):
+    """FSDP gathers and frees the weights of compiled layers, and stages have only some layers."""
+    ranks.run(make_meshes)
+    cell = Cell(paths["untied"], train=MICRO)
+    for grid in ("d2", "p2"):
+        assert_same_outcome(ranks.run(run_compiled, grid, cell, num_ranks=2), run_cell(0, "", cell), grid)
 
 
 class CountedReductions(TorchDispatchMode):

@@ -14,8 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
@@ -32,6 +35,7 @@ from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model import attention, self_check
+from asyncrl.model.engine import TrainEngine
 from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import load_config
 from asyncrl.testing.tiny import make_tiny_model
@@ -482,3 +486,56 @@ def test_an_architecture_of_which_no_small_copy_can_be_made_is_told(
     with caplog.at_level(logging.INFO):
         train(path)
     assert "no small copy of llama can be made" in caplog.text
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """torch.compile as on a machine without a C compiler."""
+
+    def fail(*_: Any) -> Any:
+        raise InvalidCxxCompiler()
+
+    compile_layers = TrainEngine.compile_layers
+    monkeypatch.setattr(TrainEngine, "compile_layers", lambda engine: compile_layers(engine, fail))
+
+
+def test_a_model_that_cannot_be_compiled_runs_without_or_is_refused(tiny, no_compiler, caplog):
+    train(tiny, compile="auto")
+    assert "actor is not compiled, so it trains slower than it could" in caplog.text
+    with pytest.raises(ConfigError, match=r"train.compile='on': actor cannot be compiled: .*; use auto or off"):
+        train(tiny, compile="on")
+
+
+def test_rectangles_with_checkpointing_are_not_compiled(tiny, caplog):
+    train(tiny, compile="auto", gradient_checkpointing=True)
+    assert "attention in rectangles cannot be: rectangles (the device is cpu" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_compiled_layers_that_compute_something_else_are_refused(tiny, monkeypatch, what):
+    """The compiler here makes wrong code for one of the two passes."""
+
+    def wrong(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(
+            lambda *arguments: [1.1 * value if is_float(value) else value for value in graph(*arguments)]
+        )
+
+    def right(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph)
+
+    def is_float(value: Any) -> bool:
+        return torch.is_tensor(value) and value.is_floating_point()
+
+    forward, backward = (wrong, right) if what == "outputs" else (right, wrong)
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    compile_layers = TrainEngine.compile_layers
+    monkeypatch.setattr(TrainEngine, "compile_layers", lambda engine: compile_layers(engine, compiler))
+    with pytest.raises(ConfigError, match=rf"compiled layers compute other {what}.*use train.compile=off"):
+        train(tiny, compile="on")

@@ -24,6 +24,7 @@ from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.process_group import choose_device
 from asyncrl.model.reallocate import reallocate
+from asyncrl.model.self_check import compile_checked
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import side_files, write_part
 
@@ -288,6 +289,28 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["lr"] == 1e-3
     assert stats["skipped_steps"] == 0
     assert stats["grad_norm"] > 1  # the comparison covers clipping
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it
+def test_compiled_layers_give_the_plain_update(model_path, expected_after_three_steps):
+    """Forward and backward, in micro-batches of several lengths; compiled as for a GPU, but each operation runs by itself."""
+    engine = make_engine(model_path, replace(TRAIN, max_tokens_per_mb=40))
+    engine.compile_layers("aot_eager")
+    for step in range(3):
+        engine.train_step(make_sample(), policy_gradient(50.0), temperature=1.0, lr_step=step)
+    assert_same_parameters(parameters_of(engine), expected_after_three_steps)
+
+
+@pytest.mark.release  # the compiler for a CPU takes a minute
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_code_of_inductor_gives_the_plain_update(model_path, expected_after_three_steps):
+    engine = make_engine(model_path, TRAIN)
+    compile_checked(engine, "actor", 1e-4, must=True)
+    for step in range(3):
+        engine.train_step(make_sample(), policy_gradient(50.0), temperature=1.0, lr_step=step)
+    for name, found in parameters_of(engine).items():
+        np.testing.assert_allclose(found, expected_after_three_steps[name], rtol=0, atol=1e-4, err_msg=name)
 
 
 def run_out_of_memory(engine: TrainEngine, tokens: int) -> list[int]:

@@ -200,6 +200,7 @@ LEFT_OUT = {
         **dict.fromkeys(["total_steps", "optimizer"], "of the optimizer, in each run here"),
         "mismatch": "a check that reads logprobs",
         "tf32": "arithmetic of a GPU",
+        "compile": "the same operations, compared with those of the layers whenever a model is loaded (model/self_check.py)",
         **dict.fromkeys(
             ["streaming_order", "streaming_tokens", "streaming_parts"],
             "which groups are a part; the parts here are given",
