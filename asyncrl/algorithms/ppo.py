@@ -321,11 +321,15 @@ class PPOLoss:
 
     config: PPOConfig
     denominator: float  # of the whole minibatch, all ranks: see loss_denominator
+    # The current policy is the proximal one (dataflow/graph.py `is_one_update`): its logprobs, without gradient, are the anchor's
+    anchor_is_current: bool = False
 
     def __call__(
         self, outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_T = data["loss_mask"].bool()
+        if self.anchor_is_current:
+            data = {**data, "proximal_logprobs": outputs["logprobs"].detach()}
         terms = [term.compute(outputs, data, cu_seqlens, self.config) for term in terms_of(self.config)]
         loss_T = reduce(add, [term.loss_T for term in terms])
         loss = sum_loss(loss_T, mask_T, cu_seqlens, self.config.loss_normalization, self.denominator)

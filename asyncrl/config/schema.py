@@ -244,6 +244,9 @@ class PPOConfig:
 
     use_decoupled_loss: bool = True  # decoupled PPO loss; actor_inf computes the proximal logprobs
     recompute_logprob: bool = False  # naive PPO: the anchor is the trainer's own logprobs instead of the servers'
+    # auto: actor_inf does not run where the loss itself has the proximal logprobs: one minibatch and one epoch per step, and no KL
+    # penalty, teacher, train.step or function of train.mfcs that needs them before | always: it runs
+    proximal_pass: str = choice("auto", "auto", "always")
     # Lower clip range of the ratio; 1: no lower bound
     eps_clip: float = limited(0.2, above=0, at_most=1, note=" (1: no lower bound)")
     # Upper clip range of the ratio (DAPO); null: eps_clip

@@ -154,6 +154,11 @@ def _of_ppo(ppo: PPOConfig) -> Iterable[Conflict]:
             "applies to the naive loss only; set use_decoupled_loss=false",
         ),
         (
+            ppo.proximal_pass == "always" and not (ppo.use_decoupled_loss or ppo.recompute_logprob),
+            "proximal_pass",
+            "applies to use_decoupled_loss or recompute_logprob only: no other loss reads proximal logprobs; use auto",
+        ),
+        (
             ppo.kl_adaptive and ppo.kl_in == "loss",
             "kl_adaptive",
             "applies to kl_in=reward only: in the loss the coefficient is fixed; set it to false",

@@ -22,6 +22,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.sequence import is_words
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
+from asyncrl.protocol.names import ACTOR
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
@@ -133,7 +134,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     ppo = train.ppo
     inference: list[MFCDef] = []
     anchor: tuple[str, ...] = ()
-    if ppo.use_decoupled_loss or ppo.recompute_logprob:
+    extra = [declared(spec) for spec in train.mfcs]
+    if _runs_actor_inf(train, extra):
         inference.append(_inference("actor_inf", "actor", LOGPROBS, "proximal_logprobs"))
         anchor = ("proximal_logprobs",)
     if ppo.kl_coef > 0:
@@ -145,10 +147,9 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         inference.append(_inference(f"rew_inf{name}", role, SCORES, f"model_rewards{name}"))
     if train.teacher is not None:
         inference.append(_inference("teacher_inf", "teacher", LOGPROBS, "packed_teacher_logprobs"))
-    extra = [declared(spec) for spec in train.mfcs]
     _check_roles(extra, train)
 
-    reads_anchor = ppo.kl_coef > 0 or train.teacher is not None
+    reads_anchor = _advantages_read_anchor(train)
     judged = [key for mfc in inference for key in mfc.output_keys if reads_anchor or key != "proximal_logprobs"]
     if reads_anchor and (not anchor or train.actor_inf_on_missing == "continue"):
         judged.append("packed_logprobs")
@@ -173,6 +174,30 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         critic_keys = ("packed_input_ids", "values", "returns", "value_mask")
         training.append(MFCDef("critic_train", "critic", "train_step", PPO_CRITIC, critic_keys))
     return [*inference, *extra, advantages, *training]
+
+
+def is_one_update(train: TrainConfig) -> bool:
+    """Whether a step updates the actor once, with all of its groups: the policy in the loss is then the proximal one, which the
+    step begins with. Parts of a batch (train.streaming) add up to one update. A user's step function may call actor.train twice.
+    """
+    return train.ppo.minibatches == train.ppo.epochs == 1 and not train.step
+
+
+def _runs_actor_inf(train: TrainConfig, extra: Sequence[MFCDef]) -> bool:
+    """Whether actor_inf computes the proximal logprobs: a loss reads them, and does not have them itself, or something else needs
+    them before the loss. extra: the MFCs of train.mfcs."""
+    ppo = train.ppo
+    if not (ppo.use_decoupled_loss or ppo.recompute_logprob):
+        return False
+    is_read = _advantages_read_anchor(train) or "proximal_logprobs" in train.extra_train_keys
+    is_read |= any("proximal_logprobs" in mfc.input_keys for mfc in extra)
+    moves_before = any(mfc.kind == "train_step" and mfc.role == ACTOR for mfc in extra)
+    asked = ppo.proximal_pass == "always" or bool(train.actor_inf_on_missing)
+    return asked or is_read or moves_before or not is_one_update(train)
+
+
+def _advantages_read_anchor(train: TrainConfig) -> bool:
+    return train.ppo.kl_coef > 0 or train.teacher is not None
 
 
 def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:

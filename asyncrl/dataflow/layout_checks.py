@@ -50,7 +50,7 @@ OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> 
 }
 _RUNS_WITH = {  # MFC or role -> the setting that includes it in a run
     "actor_gen": "mode=sync",
-    "actor_inf": "train.ppo.use_decoupled_loss=true",
+    "actor_inf": "train.ppo.use_decoupled_loss=true and, for one minibatch and epoch, train.ppo.proximal_pass=always",
     "ref_inf": "train.ppo.kl_coef above 0",
     REF: "train.ppo.kl_coef above 0",
     "critic_inf": "train.critic",

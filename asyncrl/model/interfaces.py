@@ -47,7 +47,7 @@ from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
 from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.data.words import words_error
-from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS
+from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, is_one_update
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.model.supervised import SupervisedTexts
@@ -934,7 +934,9 @@ class PPOActorInterface(Interface):
             EntropyController(train.ppo.entropy_coef, target, train.ppo.entropy_step) if target is not None else None
         )
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
-        self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
+        keys = [key for key in loss_keys(train.ppo) if key != "loss_mask"]
+        self.anchor_is_current = _PROXIMAL in keys and _PROXIMAL not in mfc.input_keys and is_one_update(train)
+        self.keys += [key for key in keys if key != _PROXIMAL or not self.anchor_is_current]
         check_input_keys(mfc, self.keys)
         keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
         self.minibatches = Minibatches(train.ppo.minibatches, train.ppo.epochs, seed, train.batch_size)
@@ -951,7 +953,8 @@ class PPOActorInterface(Interface):
         ppo = self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
 
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
-            return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
+            denominator = loss_denominator(ppo, num_tokens, num_sequences)
+            return PPOLoss(ppo, denominator, anchor_is_current=self.anchor_is_current)
 
         train_on_part(
             engine,

@@ -63,6 +63,7 @@ def replay(tiny: Path, trial: str, source: Path) -> RunHandle:
         f"manager.max_head_offpolicyness={BATCHES - 1}",
         "train.max_steps=0",
         "record.trajectories=true",
+        "train.ppo.proximal_pass=always",
     )
 
 

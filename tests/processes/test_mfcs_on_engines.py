@@ -167,6 +167,46 @@ def test_a_critic_step_is_that_of_a_loop_by_hand(tiny: Path) -> None:
     assert not torch.equal(found["model.embed_tokens.weight"], start)
 
 
+@pytest.mark.parametrize(
+    "ppo",
+    [
+        {},
+        {"use_decoupled_loss": False, "recompute_logprob": True},
+        {"importance_level": "sequence", "behav_imp_weight_mode": "clamp", "behav_imp_weight_cap": 1.2},
+        {"policy_loss": "cispo", "behav_imp_weight_floor": 0.5, "entropy_coef": 0.1},
+        {"early_stop_imp_ratio": 1.01, "early_stop_kl": 0.01, "c_clip": 3.0},
+    ],
+    ids=lambda ppo: ",".join(ppo) or "decoupled",
+)
+def test_one_update_is_the_same_with_and_without_a_proximal_pass(tiny: Path, ppo: dict[str, object]) -> None:
+    """The proximal logprobs are those of the policy that the loss computes with, so a pass of its own finds nothing else."""
+    loss = PPOConfig(minibatches=1, advantage_norm="batch", temperature=0.7, **ppo)
+    train = TrainConfig(ppo=loss, max_tokens_per_mb=64, optimizer=OPTIMIZER)
+    results = []
+    for proximal_pass in ("auto", "always"):
+        config = replace(train, ppo=replace(loss, proximal_pass=proximal_pass))
+        graph, engine = build_dataflow(config), TrainEngine(model_config(tiny, "actor"), config)
+        assert ("actor_inf" in graph.mfcs) == (proximal_pass == "always")
+        interfaces = {name: make_interface(graph.mfcs[name], config) for name in graph.order}
+        stats = [run_step(config, {"actor": engine}, make_batch(v), interfaces, v)[1] for v in range(3)]
+        results.append((engine.named_parameters(), stats))
+    (found, stats), (expected, expected_stats) = results
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-6, msg=name)
+    for ours, theirs in zip(stats, expected_stats, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert all(step["actor/approx_kl"] == 0.0 and step["actor/importance_weight"] == 1.0 for step in stats)
+
+
+def test_several_updates_never_take_the_current_policy_for_the_proximal_one(tiny: Path) -> None:
+    graph = build_dataflow(TrainConfig(ppo=PPOConfig(minibatches=1, temperature=1.0)))
+    for ppo in (PPOConfig(minibatches=2, temperature=1.0), PPOConfig(minibatches=1, epochs=2, temperature=1.0)):
+        with pytest.raises(ValueError, match=r"'actor_train' needs the input keys \['proximal_logprobs'\]"):
+            make_interface(graph.mfcs["actor_train"], TrainConfig(ppo=ppo))
+    naive = PPOConfig(minibatches=1, temperature=1.0, use_decoupled_loss=False)
+    assert make_interface(graph.mfcs["actor_train"], TrainConfig(ppo=naive)).keys.count("packed_logprobs") == 1
+
+
 def shuffled(sample: SequenceSample, *, seed: int, version: int) -> list[SequenceSample]:
     """The two minibatches of a step, shuffled as the interfaces do: by the seed and the version."""
     order = np.random.default_rng([seed, version]).permutation(sample.num_ids)

@@ -282,7 +282,10 @@ def record(folder: Path) -> Path:
     site.mkdir()
     (site / "sitecustomize.py").write_text("from tests.support import paths\npaths.install()\n")
     python_path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    overrides = ("prompts.shuffle=false", "train.max_steps=3", "runtime.fork_server=false", "runtime.max_restarts=0")
+    overrides = (
+        *("prompts.shuffle=false", "train.max_steps=3", "runtime.fork_server=false", "runtime.max_restarts=0"),
+        "train.ppo.proximal_pass=always",  # the path of a step with several updates, which is the default
+    )
     with launch(config, *overrides, env={"PYTHONPATH": python_path, _FOLDER_ENV: str(events)}) as run:
         if run.wait(300) != 0:
             raise RuntimeError(f"the run has failed; it printed:\n{run.output()}")

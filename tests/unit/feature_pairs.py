@@ -113,7 +113,7 @@ FEATURES: dict[str, Feature] = {
     "reference on its own workers": Feature(KL, places=("ref_inf:d1",)),
     "reward model on its own workers": Feature(JUDGE, places=("rew_inf:d1",)),
     "teacher on its own workers": Feature({"teacher": TeacherConfig("lm", 0.5)}, places=("teacher_inf:d1",)),
-    "actor_inf on its own workers": Feature(places=("actor_inf:d1",)),
+    "actor_inf on its own workers": Feature(how={"ppo.proximal_pass": "always"}, places=("actor_inf:d1",)),
     "arriving actor_inf": Feature(
         how={"actor_inf_on_missing": "wait", "arriving_inference": True}, places=("actor_inf:d1",)
     ),
@@ -128,6 +128,7 @@ FEATURES: dict[str, Feature] = {
     "shared devices": Feature(experiment={"allocation": "transformers.d1@0+d1@0"}),
     "mode=train_only": Feature(experiment={"mode": "train_only", "replay": ReplayConfig(path="/run")}),
     "mode=sync": Feature(experiment={"mode": "sync"}),
+    "proximal pass": Feature(how={"ppo.proximal_pass": "always"}),
     "small micro-batches": Feature(how={"max_tokens_per_mb": 16, "logprob_chunk_tokens": 3}),
     "gradient_checkpointing": Feature(how={"gradient_checkpointing": True}),
     "accumulate_unsharded": Feature(how={"accumulate_unsharded": True}),

@@ -35,6 +35,45 @@ def test_the_decoupled_loss_adds_actor_inf():
     assert graph.parents["advantages"] == set()  # advantages follow from the rewards alone
 
 
+ONE_UPDATE = TrainConfig(ppo=PPOConfig(minibatches=1))
+
+
+@pytest.mark.parametrize("loss", [{}, {"use_decoupled_loss": False, "recompute_logprob": True}])
+def test_one_update_per_step_has_the_proximal_logprobs_itself(loss):
+    train = replace(ONE_UPDATE, ppo=replace(ONE_UPDATE.ppo, **loss))
+    graph = build_dataflow(train)
+    assert graph.order == ("advantages", "actor_train")
+    assert "proximal_logprobs" not in graph.mfcs["actor_train"].input_keys
+    assert build_dataflow(replace(train, streaming=True)).order == graph.order  # its parts are one update
+
+
+@pytest.mark.parametrize(
+    ("fields", "ppo"),
+    [
+        ({}, {"minibatches": 2}),
+        ({}, {"epochs": 2}),
+        ({}, {"proximal_pass": "always"}),
+        ({}, {"kl_coef": 0.1}),  # the KL of the metrics, and that of rewards, compare with it before the update
+        ({}, {"kl_coef": 0.1, "kl_in": "loss"}),
+        ({"teacher": TeacherConfig("t")}, {}),
+        ({"step": "mine.py:step"}, {}),  # it may train twice
+        ({"actor_inf_on_missing": "wait"}, {}),
+        ({"extra_train_keys": ["proximal_logprobs"]}, {}),
+        ({"mfcs": ["reads"]}, {}),
+        ({"mfcs": ["trains"]}, {}),
+    ],
+)
+def test_the_proximal_pass_stays_where_something_else_needs_it(fields, ppo):
+    declared = {
+        "reads": {"input_keys": ["proximal_logprobs"], "output_keys": ["surprise"]},
+        "trains": {"kind": "train_step", "input_keys": ["packed_input_ids"]},
+    }
+    fields |= {"mfcs": [declare(f"{name}_it", **declared[name]) for name in fields.get("mfcs", [])]}
+    graph = build_dataflow(replace(ONE_UPDATE, **fields, ppo=replace(ONE_UPDATE.ppo, **ppo)))
+    assert "actor_inf" in graph.mfcs
+    assert "proximal_logprobs" in graph.mfcs["actor_train"].input_keys
+
+
 def test_the_naive_loss_recomputes_no_logprobs():
     graph = build_dataflow(TrainConfig(ppo=PPOConfig(use_decoupled_loss=False)))
     assert graph.order == ("advantages", "actor_train")

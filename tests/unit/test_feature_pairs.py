@@ -55,6 +55,10 @@ QUICK = [
     ("shared devices", "ema"),
     ("step function in chunks", "ptx"),
     ("streaming", "words that a function reads"),
+    ("streaming", "proximal pass"),
+    ("ptx", "proximal pass"),
+    ("entropy_target", "proximal pass"),
+    ("sequences", "proximal pass"),
 ]
 
 

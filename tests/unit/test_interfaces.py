@@ -509,9 +509,11 @@ def trained_on(**ppo: object) -> tuple[SequenceSample, dict[str, float]]:
 
 
 def test_group_advantages() -> None:
-    sample, stats = trained_on()
+    sample, stats = trained_on(proximal_pass="always")
     assert sample.data["advantages"].tolist() == pytest.approx([0, 1, 1, 0, -1, 0, 0, 0, 0, 0], abs=1e-5)
-    assert set(sample.keys) == {"packed_input_ids", "packed_logprobs", "proximal_logprobs", "advantages", "loss_mask"}
+    keys = {"packed_input_ids", "packed_logprobs", "proximal_logprobs", "advantages", "loss_mask"}
+    assert set(sample.keys) == keys
+    assert set(trained_on()[0].keys) == keys - {"proximal_logprobs"}
     assert stats["reward/mean"] == 0.75
     assert stats["reward/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
     assert stats["reward/equal_group_share"] == 0.5
@@ -805,8 +807,8 @@ def test_two_critic_passes_equal_hand_written_ones(eps_clip: float, epochs: int)
 
 def test_a_policy_that_moved_too_far_makes_no_optimizer_step() -> None:
     """In the first step the policy equals the recorded proximal policy. In the second it does not."""
-    train, batch, engine = train_config(early_stop_kl=1e-3, minibatches=1), make_batch(seed=3), FakeEngine()
-    mfcs = interfaces(train)
+    train = train_config(early_stop_kl=1e-3, minibatches=1, proximal_pass="always")
+    mfcs, batch, engine = interfaces(train), make_batch(seed=3), FakeEngine()
     whole, first = run_mfcs(mfcs, train, {"actor": engine}, batch, batch.ids)
     assert whole is not None
     assert (first["actor/stopped_steps"], first["actor/approx_kl"]) == (0, 0)
