@@ -87,11 +87,19 @@ class World:
     def die(self, name: str, code: int = -signal.SIGKILL) -> None:
         self[name].returncode, self[name].ended = code, self.clock.now
 
-    def fail(self, name: str, error: str, *, fatal: bool = False, ago_s: float = 0.0) -> None:
+    def fail(self, name: str, error: str, *, fatal: bool = False, ago_s: float = 0.0, recurs_as: str = "") -> None:
         """The process reports the error and has not ended yet."""
         at = self.clock.now - ago_s
         self[name].status = WorkerStatus(
-            worker=name, pid=0, attempt=1, state="error", time=at, progress=1, error=error, fatal=fatal
+            worker=name,
+            pid=0,
+            attempt=1,
+            state="error",
+            time=at,
+            progress=1,
+            error=error,
+            fatal=fatal,
+            recurs_as=recurs_as,
         )
 
     def turn(self, after_s: float = 0.1, *, hurried: bool = False) -> list[Decision]:
@@ -216,6 +224,26 @@ def test_a_fatal_error_fails_the_run_after_a_wait_for_earlier_causes(world: Worl
     assert isinstance(end, EndRun)
     assert end.cause.startswith("rollout_worker/0 failed\n\nValueError: came before")
     assert "Failed after it: master/0" in end.cause
+
+
+def test_the_third_lack_of_gpu_memory_ends_the_run_with_its_advice(world: World) -> None:
+    """A peer that lost its connection may have failed first, by the times of the reports."""
+    for number in range(3):
+        world.fail("model_worker/1", "lost its peer", ago_s=0.1)
+        world.fail("model_worker/0", "use less", recurs_as="out of GPU memory in actor_train")
+        found = [*world.turn(), *world.turn(LAST_WORDS_S + 1.0)]
+        if number == 2:
+            break
+        assert Cancel(trainer_only=True) in found
+        world.turn()
+        world.supervisor.checkpoint_found()
+        assert any(isinstance(decision, BeginAttempt) for decision in world.turn(2.0))
+        world.children.clear()
+        for name in world.specs:
+            world.start(name)
+    (end,) = found
+    assert isinstance(end, EndRun)
+    assert end.cause.startswith("out of GPU memory in actor_train, 3 times within 6 hours: a restart does not help\n")
 
 
 def test_a_run_that_is_stopped_does_not_wait_for_further_error_reports(world: World) -> None:
