@@ -63,6 +63,8 @@ def test_what_the_import_finds_is_never_refused(tmp_path, text):
         "def other():\n    score = 1",
         "class Other:\n    score = 1",
         "other = [score for score in (1, 2)]",
+        "other = {score for score in (1, 2)}",
+        "other = {1: score for score in (1, 2)}",
         "other = lambda score: score",
         "other = {}\nother['score'] = 1",
         "import types\nother = types.SimpleNamespace()\nother.score = 1",

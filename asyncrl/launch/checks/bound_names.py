@@ -26,8 +26,9 @@ class BoundNames:
     """The names that a module binds. Raises SyntaxError or ValueError if the source is not valid Python."""
 
     def __init__(self, source: str, file: str) -> None:
-        self._is_complete = not any(map(_may_hide, ast.walk(ast.parse(source, filename=file))))
-        self.names = frozenset(_bound(symtable.symtable(source, file, "exec")))
+        tree = ast.parse(source, filename=file)
+        self._is_complete = not any(map(_may_hide, ast.walk(tree)))
+        self.names = frozenset(_bound(symtable.symtable(ast.unparse(_Generators().visit(tree)), file, "exec")))
 
     def may_have(self, name: str) -> bool:
         """Whether the name may be bound when the module has run. False: it surely is not."""
@@ -45,6 +46,18 @@ def takes_prompts(spec: str) -> bool:
         return False
     functions = [node for node in body if isinstance(node, ast.AsyncFunctionDef) and node.name == wanted]
     return bool(functions) and [argument.arg for argument in functions[-1].args.args][1:2] == ["prompts"]
+
+
+class _Generators(ast.NodeTransformer):
+    """Makes generators of comprehensions: since Python 3.12 the table lists a comprehension's names as names of the module."""
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(node.elt, node.generators))
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators))
 
 
 def _bound(table: symtable.SymbolTable) -> Iterator[str]:
