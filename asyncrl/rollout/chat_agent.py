@@ -87,15 +87,16 @@ class ChatAgent(ABC):
         max_requests: int = 64,  # per session
         max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
         max_tokens: int = 0,  # for prompt and answer of a request together; 0: the generation server's limit
+        max_session_tokens: int = 0,  # of all sequences of a session together; 0: unlimited
     ) -> None:
         if trained not in ("last", "longest", "all"):
             raise ValueError(f"trained is {trained!r}; it must be last, longest or all")
         if unknown := sorted(set(ignore) - IGNORABLE):
             raise ValueError(f"ignore contains {unknown}; known are {', '.join(sorted(IGNORABLE))}")
-        if max_requests < 1 or max_sequences < 1 or max_tokens < 0:
+        if max_requests < 1 or max_sequences < 1 or max_tokens < 0 or max_session_tokens < 0:
             raise ValueError(
-                f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens} not "
-                "negative"
+                f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens} and "
+                f"max_session_tokens={max_session_tokens} not negative"
             )
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -104,7 +105,7 @@ class ChatAgent(ABC):
         self.template = ChatTemplate(tokenizer, self.chat_template_args)  # for prompts that have none
         self.trained = trained
         self._ignore = frozenset(ignore)
-        self._limits = SessionLimits(max_requests, max_sequences, max_tokens)
+        self._limits = SessionLimits(max_requests, max_sequences, max_tokens, max_session_tokens)
         self._threads = _Threads()
         self._told_left_out = False
 

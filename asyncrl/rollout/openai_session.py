@@ -21,7 +21,7 @@ from asyncrl.data.chat import ChatTemplate, TemplateRefused, message_for_templat
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
-from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
+from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled, num_tokens
 from asyncrl.rollout.tool_calls import Said
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -34,6 +34,7 @@ class SessionLimits:
     max_requests: int  # per session
     max_sequences: int  # leaves of the session's trees
     max_tokens: int  # for prompt and answer of a request together; 0: the server's limit
+    max_session_tokens: int  # of all sequences together, where a shared prefix counts in each; 0: unlimited
 
 
 @dataclass
@@ -134,6 +135,17 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
+        replaced = turn.parent.path() if turn.parent and not siblings else []
+        total, allowed = self.num_tokens - num_tokens(replaced) + length, self._limits.max_session_tokens
+        if allowed and total >= allowed:
+            raise self._refusal(
+                f"with these messages the session's sequences have {total} tokens, answers that are being generated at their "
+                f"longest; agent_args.max_session_tokens={allowed} is the limit of messages and answers of all sequences "
+                "together; end the session, or raise the limit",
+                param="messages",
+            )
+        rests = [end - begin for begin, end in ((length, most), (total, allowed)) if end]
+        turn.most = min([request.max_new_tokens, *rests])
         siblings.append(turn)
         self._num_requests += 1
         self._counts.requests += 1
@@ -155,8 +167,7 @@ class Session:
 
     async def _respond(self, turn: Turn, request: ChatRequest, on_piece: Callable[[Response], None]) -> None:
         input_ids = turn.episode().input_ids
-        most = self._limits.max_tokens - len(input_ids) if self._limits.max_tokens else request.max_new_tokens
-        sampling = replace(self._sampling, max_new_tokens=min(request.max_new_tokens, most))
+        sampling = replace(self._sampling, max_new_tokens=turn.most)
         stopped_by_text = False
 
         def take(response: Response) -> bool:
@@ -256,6 +267,11 @@ class Session:
     def num_sequences(self) -> int:
         """Number of leaves of the trees, including turns whose answer is pending."""
         return sum(1 for turn in all_turns(self._roots) if not turn.children)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences. A prefix that several share counts in each, because each is trained with it."""
+        return sum(num_tokens(turn.path()) for turn in all_turns(self._roots) if not turn.children)
 
     def trained_turn(self, which: Trained) -> Turn:
         """The turn that ends the trained sequence: the one answered last, or the one whose path has most sampled tokens.

@@ -19,6 +19,7 @@ class Turn:
     messages: Sequence[Message]  # the request's messages that come after those of the parent turn
     added_ids: list[int]  # tokens between the parent's tokens and the response's
     completion_id: str = ""  # the id of the answer in the reply
+    most: int = 0  # tokens that its answer may have at most
     number: int = -1  # position in the order in which the turns were answered; -1: no answer yet
     response: Response | None = None
     answer: Message | None = None
@@ -84,6 +85,13 @@ def all_turns(roots: Sequence[Turn]) -> Iterator[Turn]:
         turn = open_turns.pop()
         yield turn
         open_turns += turn.children
+
+
+def num_tokens(turns: Iterable[Turn]) -> int:
+    """The number of tokens of these turns; of a pending answer, the most that it may have."""
+    return sum(
+        len(turn.added_ids) + (turn.most if turn.response is None else len(turn.response.output_ids)) for turn in turns
+    )
 
 
 def num_sampled(turns: Iterable[Turn]) -> int:

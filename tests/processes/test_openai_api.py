@@ -80,7 +80,7 @@ class Stage:
             ChatTemplate(TOKENIZER, {}),
             sampling=SamplingConfig(max_new_tokens=64),
             ignore=frozenset(),
-            limits=SessionLimits(16, 16, 0),
+            limits=SessionLimits(16, 16, 0, 0),
             counts=self.endpoint.counts,
             tokenizer=TOKENIZER,
             parse=parse_tool_calls,

@@ -80,7 +80,9 @@ def make(player: Player, *, template: str = "", counts: SessionCounts | None = N
         ChatTemplate(tokenizer, {}),
         sampling=SAMPLING,
         ignore=frozenset(),
-        limits=SessionLimits(**{"max_requests": 8, "max_sequences": 4, "max_tokens": 0, **limits}),
+        limits=SessionLimits(
+            **{"max_requests": 8, "max_sequences": 4, "max_tokens": 0, "max_session_tokens": 0, **limits}
+        ),
         counts=counts or SessionCounts(),
         tokenizer=tokenizer,
         parse=parse_tool_calls,
@@ -292,6 +294,42 @@ async def test_a_request_beyond_a_limit_is_refused_and_the_session_continues() -
     await session.answer(request([USER]))
     assert player.limits[-1] == 58 - len(TOKENIZER.encode(player.asked[-1]))
     with pytest.raises(RequestError, match=r"has made 1 requests, the limit set by agent_args.max_requests"):
+        await session.answer(request([USER]))
+    assert not session.failed.done()
+
+
+async def test_the_tokens_of_all_sequences_of_a_session_are_limited() -> None:
+    """A shared prefix counts in each sequence, a continued sequence once, and a pending answer at its longest."""
+    player = Player("a$", "b$", "c$", "d$")
+    session = make(player, max_session_tokens=250)
+    first = await session.answer(request([USER], max_tokens=8))
+    prompt = first.num_prompt_tokens
+    assert (player.limits[-1], session.num_tokens) == (8, prompt + 2)
+    longer = [USER, said(first), user("x")]
+    player.hold.clear()
+    player.waiting.clear()
+    pending = asyncio.ensure_future(session.answer(request(longer, max_tokens=9)))
+    await player.waiting.wait()
+    context = len(session.trained_turn("last").children[0].episode().input_ids)
+    assert session.num_tokens == context + 9  # the first turn is the same sequence
+    player.hold.set()
+    await pending
+    await session.answer(request(longer, max_tokens=10))  # a branch with the same messages
+    assert session.num_tokens == 2 * (context + 2)
+    used = session.num_tokens
+
+    session = make(player := Player("a$", "b$", "c$", "d"), max_session_tokens=used + prompt + 1)
+    first = await session.answer(request([USER]))
+    for _ in range(2):
+        await session.answer(request(longer, max_tokens=10))
+    with pytest.raises(
+        RequestError, match=rf"have {used + context} tokens.*agent_args.max_session_tokens={used + prompt + 1}"
+    ):
+        await session.answer(request(longer))  # the branch's prefix does not fit, although the messages that it adds do
+    await session.answer(request([USER]))
+    assert player.limits[-1] == 1  # what is left
+    assert session.num_tokens == used + prompt + 1
+    with pytest.raises(RequestError, match=r"end the session, or raise the limit"):
         await session.answer(request([USER]))
     assert not session.failed.done()
 
