@@ -115,6 +115,14 @@ def _bound(bench: Bench, case: Case) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- measuring
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A step that is only calculated."""
+
+    lengths: list[int]
+    flops: int  # model FLOPs
+
+
 class Step:
     """An engine with random weights, and its batch."""
 
@@ -165,8 +173,7 @@ def train_case(case: Case, bench: Bench) -> Iterator[Row]:
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
     seconds = statistics.median(bench.clock(step) for _ in range(bench.size(MEASURED_STEPS, 1)))
-    bench.found[str(case)] = seconds, step.flops
-    yield from _speeds(bench, case, seconds, step.flops, sum(step.lengths), note=f"first step {first:.1f} s")
+    yield from _speeds(bench, str(case), _bound(bench, case), seconds, step, f"first step {first:.1f} s")
     allocated, reserved = (
         (torch.cuda.max_memory_allocated(bench.device), torch.cuda.max_memory_reserved(bench.device))
         if bench.on_gpu
@@ -174,10 +181,18 @@ def train_case(case: Case, bench: Bench) -> Iterator[Row]:
     )
     yield Row(f"{case}: allocated", allocated / GIB, "GiB", plan["peak"] / GIB if plan else None)
     yield Row(f"{case}: reserved", reserved / GIB, "GiB", allocated / GIB or None, "ratio: to allocated")
+    if case.checkpointing:  # as in a run on a GPU (train.compile)
+        step.engine.compile_layers("inductor" if bench.on_gpu else "eager")
+        first = bench.clock(step)
+        seconds = statistics.median(bench.clock(step) for _ in range(bench.size(MEASURED_STEPS, 1)))
+        yield from _speeds(bench, f"{case}, compiled", _bound(bench, case), seconds, step, f"first step {first:.1f} s")
+    bench.found[str(case)] = seconds, step.flops
 
 
-def _speeds(bench: Bench, case: Case, seconds: float, flops: float, tokens: int, note: str = "") -> Iterator[Row]:
-    bound, peak = _bound(bench, case), bench.kind.flops if bench.kind else 0.0
+def _speeds(
+    bench: Bench, case: str, bound: float | None, seconds: float, step: Step | Whole, note: str = ""
+) -> Iterator[Row]:
+    flops, tokens, peak = step.flops, sum(step.lengths), bench.kind.flops if bench.kind else 0.0
     yield Row(f"{case}: step", seconds, "s", bound, note)
     yield Row(f"{case}: speed", tokens / seconds, "tokens/s", tokens / bound if bound else None)
     mfu = 100 * flops / seconds / peak if peak else 0.0
@@ -193,8 +208,9 @@ def all_layers(bench: Bench) -> Iterator[Row]:
     seconds = first + each * (config.num_hidden_layers - few)
     flops = ModelFlops.of(Skeleton.of(config, "lm", torch.float32).model)
     lengths = task.loads[TRAIN_MFC].lengths * MICRO_BATCHES
+    whole = Whole(lengths, flops.of_training(lengths))
     note = f"a {first - few * each:.2f} s, b {each:.3f} s"
-    yield from _speeds(bench, _WHOLE, seconds, flops.of_training(lengths), sum(lengths), note=note)
+    yield from _speeds(bench, f"{_WHOLE}, compiled", _bound(bench, _WHOLE), seconds, whole, note)
 
 
 def profile(bench: Bench) -> Iterator[Row]:
