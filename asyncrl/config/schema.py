@@ -40,6 +40,7 @@ _SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: -
 _HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
 _CHUNK = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of tokens, or {AUTO}")
 _PERIOD = Rule(at_least=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
+_KEPT = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of checkpoints, or {AUTO}")
 _LIMIT = Rule(above=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
 _SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
 _MODEL_WITH_ONE_LABEL = Rule(
@@ -561,7 +562,9 @@ class CheckpointConfig:
     # The same by seconds. auto: 600; after a checkpoint that took longer than 12 s to write, 50 times as long as that (2 % of the
     # time), at most 7200
     every_s: float | str = ruled(AUTO, _PERIOD)
-    keep_last: int = limited(2, at_least=1)  # newest checkpoints that are kept
+    # Newest checkpoints that are kept. auto: 2; 1 while these two and the next one would take more than half of the disk space that
+    # is free or that checkpoints take
+    keep_last: int | str = ruled(AUTO, _KEPT)
     # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) has at most this long to finish its step and write a
     # checkpoint. A second signal stops it at once. 0: the first signal stops it at once
     on_stop_s: float = limited(60.0, at_least=0)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl import __version__
+from asyncrl.config.schema import AUTO
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.disk import write_file, write_when_there_is_room
@@ -39,6 +40,10 @@ MASTER_FILE = "master.json"
 FORMAT = 3
 _ANEW_FILE = "began_anew.json"
 _NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
+_MOST_KEPT, _DISK_SHARE = (
+    2,
+    0.5,
+)  # by keep_last=auto: checkpoints; share of the disk, with the one that is being written
 _NUM_READERS = 4  # threads that check files in parallel: hashing releases the GIL
 
 
@@ -269,8 +274,20 @@ def begin_anew(run_dir: str | Path, attempt: int) -> None:
     write_file(folder / _ANEW_FILE, msgspec.json.encode(_Anew(attempt)))
 
 
-def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
-    """Remove unfinished checkpoints, and all finished ones except the newest `keep_last` in the newest checkpoint's lineage.
+def num_kept(asked: int | str, num_bytes: int, room: float) -> int:
+    """Return how many checkpoints stay on the disk: `asked`, or for auto _MOST_KEPT if these and the one that is being written take
+    at most _DISK_SHARE of the room, else 1.
+
+    num_bytes: of each. room: bytes that are free, or that checkpoints take; inf: unknown.
+    """
+    if asked != AUTO:
+        return int(asked)
+    return _MOST_KEPT if (_MOST_KEPT + 1) * num_bytes <= room * _DISK_SHARE else 1
+
+
+def prune(run_dir: str | Path, keep_last: int | str) -> list[Path]:
+    """Remove unfinished checkpoints, and all finished ones except the newest in the newest checkpoint's lineage, as many as
+    `num_kept` returns for keep_last.
 
     Returns the finished checkpoints that were removed. Call it only while no checkpoint is being written. A checkpoint is renamed
     before its files are removed.
@@ -282,7 +299,9 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
     if not there:
         return []
     void = _void(run_dir, there)
-    kept = [entry for entry in there if entry not in void][-keep_last:]
+    sizes = [_size(checkpoint_dir(run_dir, *entry)) for entry in there]
+    number = num_kept(keep_last, sizes[-1], shutil.disk_usage(folder).free + sum(sizes))
+    kept = [entry for entry in there if entry not in void][-number:]
     removed = []
     for attempt, step in there:
         if (attempt, step) in kept:
@@ -296,6 +315,10 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
     if _first_attempt(run_dir) <= kept[0][0]:
         (folder / _ANEW_FILE).unlink(missing_ok=True)
     return removed
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _void(run_dir: str | Path, there: list[tuple[int, int]]) -> set[tuple[int, int]]:

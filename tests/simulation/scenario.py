@@ -179,7 +179,7 @@ class Scenario:
             eval=EvalConfig(),
             # simulated weights have no text to score
             weights=WeightsConfig(keep=3, verify_logprobs=False, full_every=self.full_every),
-            checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0),
+            checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0, keep_last=2),
             name_resolve=NameResolveConfig(endpoints=["simulated:1"]),
             runtime=RuntimeConfig(resend_after_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0, max_restarts=100),
             tensorboard=False,

@@ -147,7 +147,7 @@ class SimMasterFiles(MasterFiles):
             process.world.note(process, "pruned", kept=kept)
 
     def prune_checkpoints(self) -> None:
-        here().world.prune_checkpoints(self._config.checkpoint.keep_last)
+        here().world.prune_checkpoints(int(self._config.checkpoint.keep_last))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         process = here()

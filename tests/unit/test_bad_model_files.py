@@ -316,12 +316,18 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
         check(with_users_etcd, "checkpoint.every_s=0")  # no checkpoints
     told = r"needs 560 B \(weight versions .*: 4 x 40 B; .*; checkpoints .*: 3 x 120 B\).* and checkpoint\.keep_last=1"
     with pytest.raises(ConfigError, match=told):
+        check(with_users_etcd, "checkpoint.keep_last=2")
+    # auto: a second checkpoint does not fit, so it is neither counted nor a remedy
+    told = (
+        r"needs 440 B \(.*; checkpoints \(checkpoint\.keep_last=auto: 1, \+ 1\): 2 x 120 B\).* or set weights\.keep=1$"
+    )
+    with pytest.raises(ConfigError, match=told):
         check(with_users_etcd)
 
 
 def test_check_states_the_disk_item_by_item(check, tmp_path):
     """A model of a billion parameters in bfloat16, with recordings."""
-    overrides = ["train.dtype=bfloat16", "record.trajectories=true", "weights.keep=2"]
+    overrides = ["train.dtype=bfloat16", "record.trajectories=true", "weights.keep=2", "checkpoint.keep_last=2"]
     config = load_experiment(tmp_path / "run.yaml", overrides)
     items = list(items_of(config, 10**9))
     assert [(item.count, item.num_bytes, item.is_certain) for item in items] == [
@@ -334,6 +340,11 @@ def test_check_states_the_disk_item_by_item(check, tmp_path):
     assert "checkpoints (checkpoint.keep_last + 1): 3 x 12.0 GB" in items_text(items)
     case = make_checks(CHECKS, Case(config)).case
     (_, disk) = doctor.judge_disk(tmp_path, case.disk_needed, case.disk_items)
+    auto = load_experiment(tmp_path / "run.yaml", [*overrides[:-1], "checkpoint.keep_last=auto"])
+    others = (3 + 1) * 2 * 10**9 + 130 * 10**6
+    for room, kept in ((others + 72 * 10**9, 2), (others + 72 * 10**9 - 1, 1)):  # three of 12 GB in half of the rest
+        stated = f"checkpoints (checkpoint.keep_last=auto: {kept}, + 1): {kept + 1} x 12.0 GB"
+        assert stated in items_text(list(items_of(auto, 10**9, room)))
     assert "recorded trajectories (record.max_bytes): at most 4.0 GB" in disk.value
 
 

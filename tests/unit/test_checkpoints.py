@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -145,6 +146,18 @@ class TestPrune:
             write_checkpoint(tmp_path, make_state(1, step))
         assert prune(tmp_path, 2) == [checkpoint_dir(tmp_path, 1, 10)]
         assert list_checkpoints(tmp_path) == [(1, 20), (1, 30)]
+
+    @pytest.mark.parametrize(("free", "kept"), [(0, 1), (2999, 1), (3000, 2), (10**9, 2)])
+    def test_auto_keeps_two_where_three_take_at_most_half_of_the_disk(self, tmp_path, monkeypatch, free, kept):
+        """Three checkpoints of 1000 bytes are on the disk, and count as room. auto removes all but as many as fit."""
+        for step in (10, 20, 30):
+            path = write_checkpoint(tmp_path, make_state(1, step))
+            held = sum(file.stat().st_size for file in path.iterdir())
+            (path / "part-00000-00001.safetensors").write_bytes(bytes(1000 - held))
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(usage.total, usage.used, free))
+        prune(tmp_path, "auto")
+        assert list_checkpoints(tmp_path) == [(1, 20), (1, 30)][-kept:]
 
     def test_checkpoints_outside_the_newest_lineage_are_removed_first(self, tmp_path):
         """(1, 20) was torn when attempt 2 continued from (1, 10)."""
