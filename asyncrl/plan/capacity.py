@@ -146,10 +146,11 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
 
 def _fullest(rank: RankPlan) -> tuple[str, dict[str, int]]:
     """The moment at which a rank needs most, and the parts of it."""
+    step = f"in {rank.peak_in}" if rank.peak_in else "between MFCs"
     moments = {
-        "in the step": rank.peak,
+        step: rank.peak,
         "while the models are loaded": rank.load_peak,
         "while the weights are exported": rank.export_peak,
     }
     moment = max(moments, key=lambda name: moments[name])
-    return moment, rank.at_peak if moment == "in the step" else {"tensors": moments[moment]}
+    return moment, rank.at_peak if moment == step else {"tensors": moments[moment]}

@@ -53,8 +53,8 @@ def _rank(
         if model.trainable or not model.offload:
             resident.update({kind: each * held for kind, each in resident_bytes(model, config.train.dtype).items()})
     steps = [_step(config, models[mfc.model], mfc, value) for mfc in mfcs]
-    fullest = max((step.at_peak for step in steps), key=lambda parts: sum(parts.values()), default={})
-    at_peak = {**resident, **fullest}
+    fullest = max(steps, key=lambda step: step.peak, default=None)
+    at_peak = {**resident, **(fullest.at_peak if fullest is not None else {})}
     return RankPlan(
         worker=members[0],
         shards=sorted(models),
@@ -65,6 +65,7 @@ def _rank(
         steps=steps,
         load_peak=0,
         export_peak=0,
+        peak_in=fullest.mfc if fullest is not None else "",
     )
 
 

@@ -152,13 +152,14 @@ def _combined(
     """The plan of workers that hold these models. plans: by model, in the order in which they are loaded."""
     resident = {name: Counter({} if name in offloaded else plan.resident) for name, plan in plans.items()}
     together = sum(resident.values(), Counter[str]())
-    peak, at_peak, kinds = together.total(), together, together
+    peak, at_peak, kinds, peak_in = together.total(), together, together, ""
     load_peak = loaded = export_peak = 0
     for name, plan in plans.items():
         others = together - resident[name]
         for step in plan.steps:
             if step.peak + others.total() > peak:
                 peak, at_peak = step.peak + others.total(), Counter(step.at_peak) + others
+                peak_in = ", ".join(filter(None, (step.mfc, step.moment)))
             kinds = kinds | (Counter(step.kinds) + others)
         load_peak = max(load_peak, loaded + plan.load_peak)
         loaded += plan.loaded
@@ -174,4 +175,5 @@ def _combined(
         steps=[step for plan in plans.values() for step in plan.steps],
         load_peak=load_peak,
         export_peak=export_peak,
+        peak_in=peak_in,
     )

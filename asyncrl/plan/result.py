@@ -46,6 +46,7 @@ class ModelStep(msgspec.Struct, frozen=True):
     collectives: dict[str, Collective]  # by group and operation, as in "tensor all_gather" (collective_name)
     model_flops: int  # of this rank's share: 6 (inference: 2) x parameters and causal attention, without recomputation
     tokens: int  # of this rank's replica
+    moment: str = ""  # of the peak, as in "backward of the last layer"; "": not known
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     steps: list[ModelStep]
     load_peak: int  # bytes while the models are loaded, one after another
     export_peak: int  # bytes while the actor's weights are exported; 0 if the worker exports nothing
+    peak_in: str = ""  # MFC and moment of `peak`; "": between MFCs
 
 
 class PlanError(ValueError):

@@ -93,7 +93,7 @@ def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: M
     computes = mfc.name != ADVANTAGES_MFC
     flops = model_flops.of_batch(load.tokens, squares, trains=mfc.kind == "train_step") if computes else 0
     moments = counts.moments.values()
-    fullest = max(moments, key=lambda moment: moment.peak)
+    name, fullest = max(counts.moments.items(), key=lambda entry: entry[1].peak)
     kinds = {kind: max(moment.kinds.get(kind, 0) for moment in moments) for kind in KINDS}
     return ModelStep(
         model=task.model.name,
@@ -105,6 +105,7 @@ def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: M
         collectives={name: Collective(count, cost.bytes[name]) for name, count in sorted(cost.counts.items()) if count},
         model_flops=flops // grid.replica_size,
         tokens=load.tokens,
+        moment=name,
     )
 
 
@@ -242,7 +243,7 @@ class PlannedEngine(TrainEngine):
 
 def _mark_moments(layer: nn.Module, memory: Memory, *, is_first: bool, is_last: bool) -> None:
     """Tell forward and backward of the first, the last and the other layers apart. Recomputation belongs to backward."""
-    place = "first" if is_first else "last" if is_last else "inner"
+    place = "the first layer" if is_first else "the last layer" if is_last else "an inner layer"
 
     def on_gradient(tensor: object, moment: str) -> None:
         if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -56,7 +56,7 @@ _COLLECTIVES = {  # c10d operation -> name in a plan
 }
 
 
-REST = "rest"  # the moment outside of all others
+REST = "outside the layers"  # the moment outside of all others
 
 
 class Memory:
@@ -153,7 +153,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._spans.append(str(args[0]))
             self._kinds.append(next((k for s, k in _KIND_OF_SPAN.items() if args[0].startswith(s)), self._kinds[-1]))
             if args[0].startswith(_OPTIMIZER):
-                self.memory.enter("optimizer")
+                self.memory.enter("the optimizer's step")
         elif self._spans:
             self._kinds.pop()
             span = self._spans.pop()

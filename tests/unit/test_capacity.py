@@ -111,7 +111,9 @@ def load(file):
 
 def rank(**sizes):
     """A rank that holds nothing but these bytes."""
-    return RankPlan(0, ["actor"], [0, 1, 2, 3], sum(sizes.values()), sizes, sizes, [], 0, 0)
+    return RankPlan(
+        0, ["actor"], [0, 1, 2, 3], sum(sizes.values()), sizes, sizes, [], 0, 0, "actor_inf, forward of the last layer"
+    )
 
 
 def step(flops=0, **collectives):
@@ -303,7 +305,10 @@ def test_a_rank_that_does_not_fit(load):
     plan = plan_run(load(), TOY, lambda config: [rank(optimizer=90 * GIB, activations=GIB)])
     (shortage,) = plan.shortages
     assert shortage.stands_for == [f"model_worker/{index}" for index in range(4)]
-    assert shortage.text == "optimizer 90.0 GiB, libraries 1.1 GiB, activations 1.0 GiB in the step"
+    assert (
+        shortage.text
+        == "optimizer 90.0 GiB, libraries 1.1 GiB, activations 1.0 GiB in actor_inf, forward of the last layer"
+    )
     loading = msgspec.structs.replace(rank(optimizer=GIB), load_peak=100 * GIB)
     (shortage,) = plan_run(load(), TOY, lambda config: [loading]).shortages
     assert shortage.text == "tensors 100.0 GiB, libraries 1.1 GiB while the models are loaded"
@@ -481,7 +486,8 @@ def test_check_compares_the_plan_with_the_gpus(load, file):
     found = judged(load_experiment(file), large)
     assert (found.state, found.value) == (
         "fail",
-        "model_worker/0 needs at least 91.1 GiB of 79.6 GiB: optimizer 90.0 GiB, libraries 1.1 GiB in the step",
+        "model_worker/0 needs at least 91.1 GiB of 79.6 GiB: optimizer 90.0 GiB, libraries 1.1 GiB in actor_inf, forward of "
+        "the last layer",
     )
     assert found.remedy.endswith("finds changes that fit; plan.enforce=off starts anyway")
     found = judged(load("plan.enforce='off'"), large)
@@ -542,6 +548,28 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
     assert f"fits: the fullest GPU needs at least {gib(int(51.3 * GIB))}" in out
     assert call(capsys, file, "--gpu", "v100")[0] == 2
     assert call(capsys, file, "allocation=sglang.d2+d4 until 20 then sglang.d4+d2")[0] == 2
+
+
+def test_the_output_fits_100_columns_and_names_the_moment_of_the_peak(file, load, monkeypatch, capsys):
+    kinds = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "transfer", "workspace")
+
+    def planner(config, known):
+        moves = {"data all_gather": 10**12, "tensor all_reduce": 10**12, "tensor reduce_scatter": 10**12}
+        ranks = [replace_steps(rank(**dict.fromkeys(kinds, GIB)), [step(10**16, **moves)])]
+        return [msgspec.structs.replace(ranks[0], shards=["actor:d0p0m0", "ref:d0p0m0", "critic:d0p0m0"])]
+
+    monkeypatch.setattr(plan_command, "plan_training", planner)
+    code, out = call(capsys, file, "--gpu", "h100-80g")
+    assert (code, max(map(len, out.splitlines())) <= 100) == (0, True)
+    assert out.count("\N{BOX DRAWINGS HEAVY DOWN AND HORIZONTAL}") == 7 + 4  # both tables, not paragraphs
+    columns = [line.split("\N{BOX DRAWINGS LIGHT VERTICAL}") for line in out.splitlines()]
+    cells = [" ".join(words) for words in zip(*(row[1:-1] for row in columns if len(row) == 10), strict=True)]
+    assert " ".join(cells[6].split()) == "actor_inf, forward of the last layer"
+    assert " ".join(cells[7].split()) == ", ".join(f"{kind} 1.0" for kind in kinds) + ", libraries 1.1"
+    monkeypatch.setattr(plan_command, "plan_training", lambda config, known: estimate_ranks(config))
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8")
+    assert out.count("\N{BOX DRAWINGS HEAVY DOWN AND HORIZONTAL}") > 4
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_the_command_searches_layouts(file, monkeypatch, capsys):

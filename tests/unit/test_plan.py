@@ -33,7 +33,7 @@ from asyncrl.plan.counts import Cost, Moment, StepCounts, extrapolated, plus
 from asyncrl.plan.layers import sampled_layers, set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask, _combined, plan_training
 from asyncrl.plan.result import ModelStep, PlanError
-from asyncrl.plan.tracker import Tracker
+from asyncrl.plan.tracker import REST, Tracker
 
 BLOCK = 4096  # 1000 float32 numbers, rounded up to 512 bytes
 
@@ -70,11 +70,11 @@ def test_a_storage_has_the_kind_of_its_span_until_it_gets_another(tracker):
             with record_function("FSDP::all_gather_copy_out (model.layers.0)"):
                 gathered = torch.empty(1000)
         other = torch.empty(1000)
-    assert memory.moments["rest"].at_peak == {"activations": 2 * BLOCK, "transfer": 8192, "gathered": BLOCK}
+    assert memory.moments[REST].at_peak == {"activations": 2 * BLOCK, "transfer": 8192, "gathered": BLOCK}
     del sent
     tracker.reclassify([other], "gradients")
     assert +memory.now == {"activations": BLOCK, "gradients": BLOCK, "gathered": BLOCK}
-    assert memory.moments["rest"].kinds["transfer"] == 8192  # each kind's own peak
+    assert memory.moments[REST].kinds["transfer"] == 8192  # each kind's own peak
     del hidden, gathered
 
 
@@ -107,7 +107,7 @@ def test_flops_and_workspace_of_attention_over_sequences(tracker, monkeypatch):
     out.sum().backward()
     assert tracker.cost.flops == forward * 3.5
     padded = 8 + 2 * 128
-    assert tracker.memory.moments["rest"].kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
+    assert tracker.memory.moments[REST].kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
 
 
 def test_values_that_fake_tensors_lack_are_guessed(tracker):
@@ -140,11 +140,11 @@ def test_each_moment_has_its_own_peak(tracker):
         state = torch.empty(1000)
     del state
     assert {name: moment.peak for name, moment in memory.moments.items()} == {
-        "rest": 2 * BLOCK,  # before all others, and after the optimizer
+        REST: 2 * BLOCK,  # before all others, and after the optimizer
         "forward": BLOCK + 8192,
-        "optimizer": 2 * BLOCK,
+        "the optimizer's step": 2 * BLOCK,
     }
-    assert memory.moments["optimizer"].at_peak == {"other": BLOCK, "optimizer": BLOCK}
+    assert memory.moments["the optimizer's step"].at_peak == {"other": BLOCK, "optimizer": BLOCK}
     assert memory.peak == BLOCK + 8192
     del held
 
@@ -152,7 +152,7 @@ def test_each_moment_has_its_own_peak(tracker):
 def test_counts_are_extrapolated_number_by_number():
     def counts(layers: int) -> StepCounts:
         cost = Cost(5 + layers, {"send": layers} if layers else {}, {"send": 8 * layers})
-        return StepCounts(cost, {"rest": Moment(100 - layers, {"logits": 100 - layers})})
+        return StepCounts(cost, {REST: Moment(100 - layers, {"logits": 100 - layers})})
 
     assert extrapolated(counts(0), counts(1), 6) == counts(7)
     assert plus(counts(3).cost, counts(1).cost, -2) == Cost(-4, {"send": 1}, {"send": 8})
@@ -264,17 +264,21 @@ def test_a_model_gets_fewer_layers():
 
 
 def shard_plan(model: str, mfc: str, peak: int, resident: int) -> ShardPlan:
-    step = ModelStep(model, mfc, peak, {"logits": peak}, {"logits": peak}, 1, {}, 1, 1)
+    step = ModelStep(model, mfc, peak, {"logits": peak}, {"logits": peak}, 1, {}, 1, 1, "backward of the last layer")
     return ShardPlan([step], load_peak=resident + 5, loaded=resident, resident={"parameters": resident}, in_transit=7)
 
 
-@pytest.mark.parametrize(("offloaded", "peak", "parameters"), [(set(), 140, 40), ({"ref"}, 120, 0)])
-def test_a_worker_holds_the_resident_bytes_of_its_other_models(offloaded, peak, parameters):
+@pytest.mark.parametrize(
+    ("offloaded", "peak", "parameters", "mfc"),
+    [(set(), 140, 40, "actor_train"), ({"ref"}, 120, 0, "ref_inf")],
+)
+def test_a_worker_holds_the_resident_bytes_of_its_other_models(offloaded, peak, parameters, mfc):
     plans = {"actor": shard_plan("actor", "actor_train", 100, 60), "ref": shard_plan("ref", "ref_inf", 60, 40)}
     plan = _combined([3, 4], names=["actor", "ref"], plans=plans, offloaded=offloaded)
     # actor_train with the reference's 40, ref_inf with the actor's 60
     assert plan.peak == max(100 + parameters, 60 + 60) == peak
     assert plan.kinds["logits"] == 100
+    assert plan.peak_in == f"{mfc}, backward of the last layer"
     assert (plan.worker, plan.stands_for, len(plan.steps)) == (3, [3, 4], 2)
     assert plan.load_peak == 60 + 45  # one after another
     assert plan.export_peak == 60 + parameters + 7

@@ -41,6 +41,7 @@ exit codes: 0 every process fits its GPU; 1 some process does not, with --gpus: 
 or cannot be planned."""
 
 _SHOWN_LAYOUTS = 12
+_WIDEST = 100  # columns of a table: what a page or a terminal beside an editor shows
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -77,6 +78,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
             report = PlanReport(found.fits, found, find_remedies(config, found, planner) if not found.fits else [])
     except PlanError as error:
         raise ConfigError(str(error)) from error
+    console.width = min(console.width, _WIDEST)
     if arguments.json:
         print_json(report)
     elif report.plan is not None:
@@ -87,7 +89,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> None:
-    say(console, f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
+    _say(console, f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
     if plan.ranks:
         console.print(_memory_table(plan))
         console.print(_work_table(plan.ranks))
@@ -95,7 +97,7 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
         _print_server(plan, console)
     time = plan.time
     generation = f", generation at least {_seconds(time.generation_s)}" if plan.server is not None else ""
-    say(
+    _say(
         console,
         f"lower bound of a train step: {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, with "
         f"{_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
@@ -106,7 +108,7 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
     for shortage in plan.shortages:
         word = "does not fit" if shortage.fails else "hardly fits"
         others = f" (and {len(shortage.stands_for) - 1} like it)" if len(shortage.stands_for) > 1 else ""
-        say(
+        _say(
             console,
             f"{shortage.process}{others} {word}: at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}",
         )
@@ -123,15 +125,18 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
 
 def _memory_table(plan: RunPlan) -> FittedTable:
     kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind) for rank in plan.ranks)]
-    numbers = ("needs", "peak", *kinds, "libraries", "load", "export")
+    numbers = ("needs", "peak", "load", "export")
     rows = []
     for rank in plan.ranks:
-        sizes = [rank.peak, *(rank.at_peak.get(kind, 0) for kind in kinds)]
-        sizes += [plan.libraries, rank.load_peak, rank.export_peak]
-        shown = [_number(size / GIB) for size in (plan.needed(rank), *sizes)]
-        rows.append([_workers(rank.stands_for), ", ".join(rank.shards), *shown])
+        sizes = (plan.needed(rank), rank.peak, rank.load_peak, rank.export_peak)
+        found = [(kind, rank.at_peak.get(kind, 0)) for kind in kinds] + [("libraries", plan.libraries)]
+        parts = ", ".join(f"{kind} {_number(size / GIB)}" for kind, size in found)
+        shown = [_number(size / GIB) for size in sizes]
+        rows.append([_workers(rank.stands_for), ", ".join(rank.shards), *shown, rank.peak_in or "between MFCs", parts])
     right = [Column(name, justify="right") for name in numbers]
-    return FittedTable("model workers: GiB at the peak of the step", ["worker", "holds", *right], rows)
+    texts = [Column(name, "text") for name in ("peak in", "parts of the peak, and libraries")]
+    names = [Column(name, "text") for name in ("worker", "holds")]
+    return FittedTable("model workers: memory in GiB", [*names, *right, *texts], rows)
 
 
 def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
@@ -151,14 +156,14 @@ def _print_server(plan: RunPlan, console: Console) -> None:
     server = plan.server
     assert server is not None
     each = "a GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
-    say(
+    _say(
         console,
         f"{server.count} generation servers ({server.engine}) with {each} each; of a GPU: weights {gib(server.weights)}, KV cache "
         f"{gib(server.cache)} in {server.blocks:,} blocks of {server.block_tokens} tokens ({server.kv_token:,} bytes a token), "
         f"{server.requests} requests of {server.request_tokens:,} tokens",
     )
     if server.remark:
-        say(console, server.remark)
+        _say(console, server.remark)
 
 
 def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
@@ -172,6 +177,11 @@ def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
     console.print(FittedTable("layouts; times are lower bounds", ["allocation", "fits", *right], rows))
     if len(layouts) > _SHOWN_LAYOUTS:
         say(console, f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json")
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a text, wrapped at words."""
+    console.print(text, markup=False, highlight=False)
 
 
 def _workers(numbers: Sequence[int]) -> str:
