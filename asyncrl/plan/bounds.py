@@ -1,4 +1,5 @@
-"""Lower bounds of the time of a train step, from FLOPs and bytes (pure).
+"""The time of a train step at the peaks of the data sheet, from FLOPs and bytes (pure). It is a lower bound for batches whose
+responses are as long as assumed.
 
 A step takes at least as long as its slowest rank computes, at the GPU's peak, or receives, at the peak of its links. Kernels,
 launches, waits for other ranks and for data are not counted. batches.py has the lengths of the sequences.
@@ -26,13 +27,15 @@ _ALL_MEMBERS = (*_SHARED_OUT, "all_reduce")  # every rank of the group sends and
 
 
 class TimeBound(msgspec.Struct, frozen=True):
-    """Lower bounds of one train step, in seconds."""
+    """Lower bounds of one train step whose responses have `response_tokens` tokens on average, in seconds."""
 
     training_s: float  # all MFCs of the rank that needs longest
     receiving_s: float  # of that rank: receiving, at the same time as computing
     generation_s: float  # the responses of one batch, by all servers; 0: the run has no servers
     step_s: float  # both at the same time, or one after the other (eta = 0, shared devices)
     mfu: float  # upper bound: model FLOPs / (training_s * peak FLOP/s of all model workers)
+    response_tokens: int
+    running: int  # requests of a server at the same time, at their mean length: the prompt and half of the response; 0: no servers
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,13 @@ def time_bound(
     device: Device,
     *,
     in_turns: bool,
+    mean_response: int = 0,
 ) -> TimeBound:
-    """Bound a step. placed: by the model's name. shape: of the served model. in_turns: generation waits for training."""
+    """Bound a step. placed: by the model's name. shape: of the served model. in_turns: generation waits for training.
+    mean_response: tokens of the mean response; 0: all have the maximum, as in the plans of the ranks.
+    """
+    response = mean_response or config.rollout.sampling.max_new_tokens
+    of_flops, of_tokens = _shares_of_full_length(config, shape, response)
     mfcs = build_dataflow(config.train, config.mode).mfcs
     of_ranks = []
     for rank in ranks:
@@ -61,19 +69,40 @@ def time_bound(
         for step in rank.steps:
             grid = placed[step.model].grid
             load = load_of(config, mfcs[step.mfc], grid)
-            times.append(step_times(step, placed[step.model], load.micro_batches, device))
+            computes, receives = step_times(step, placed[step.model], load.micro_batches, device)
+            times.append((computes * of_flops, receives * (of_tokens if load.full else 1.0)))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
     training, receiving = max(of_ranks, default=(0.0, 0.0))
-    model_flops = sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
+    model_flops = of_flops * sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
     peak = device.flops * sum(len(rank.stands_for) for rank in ranks)
-    generation = generation_time(config, shape, server, device) if server is not None else 0.0
+    generation = generation_time(config, shape, server, device, response) if server is not None else 0.0
     return TimeBound(
         training_s=training,
         receiving_s=receiving,
         generation_s=generation,
         step_s=training + generation if in_turns else max(training, generation),
         mfu=model_flops / (training * peak) if training else 0.0,
+        response_tokens=response,
+        running=server.running(_mean_tokens(config, response)) if server is not None else 0,
     )
+
+
+def _shares_of_full_length(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[float, float]:
+    """FLOPs and tokens of a sequence whose response has so many tokens, each as a share of those of the longest one."""
+    full, length = (
+        min(new + _prompt_tokens(config), config.train.max_tokens_per_mb)
+        for new in (config.rollout.sampling.max_new_tokens, response)
+    )
+    return shape.forward_flops(length, length) / shape.forward_flops(full, full), length / full
+
+
+def _prompt_tokens(config: ExperimentConfig) -> int:
+    return min(config.prompts.max_prompt_length, PROMPT_TOKENS)
+
+
+def _mean_tokens(config: ExperimentConfig, response: int) -> int:
+    """Tokens of a request in the KV cache, on average over the time in which it is generated."""
+    return _prompt_tokens(config) + math.ceil(response / 2)
 
 
 def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Device) -> tuple[float, float]:
@@ -118,12 +147,14 @@ def _size_of(group: str, grid: ParallelGrid) -> tuple[int, int]:
     return members, within
 
 
-def generation_time(config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device) -> float:
-    """Seconds in which the servers generate one batch. Each decoding step reads the weights and the KV cache of its requests. The
-    prompt of a group is computed once."""
+def generation_time(
+    config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device, response: int
+) -> float:
+    """Seconds in which the servers generate one batch, with so many tokens in a response. Each decoding step reads the
+    weights and the KV cache of its requests. The prompt of a group is computed once."""
     requests = math.ceil(config.train.batch_size * config.rollout.group_size / server.count)
-    new, prompt = config.rollout.sampling.max_new_tokens, min(config.prompts.max_prompt_length, PROMPT_TOKENS)
-    steps = new * max(requests / server.concurrent, 1.0)
+    new, prompt = response, _prompt_tokens(config)
+    steps = new * max(requests / server.running(_mean_tokens(config, response)), 1.0)
     active = server.weights * shape.active_parameters / shape.parameters
     read = steps * active + requests * new * (prompt + new / 2) * server.kv_token
     tokens = requests * new + requests * prompt / config.rollout.group_size

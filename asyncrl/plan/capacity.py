@@ -72,8 +72,9 @@ class RunPlan(msgspec.Struct, frozen=True):
         return max(rank.peak, rank.load_peak, rank.export_peak) + self.libraries
 
 
-def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) -> RunPlan:
-    """Plan a run. config: without `auto`. Raises PlanError, and ValueError for an invalid allocation."""
+def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, *, mean_response: int = 0) -> RunPlan:
+    """Plan a run. config: without `auto`. mean_response: tokens, for the times; 0: the maximum. Memory is always that of the
+    longest responses. Raises PlanError, and ValueError for an invalid allocation."""
     allocation = allocation_of(config)
     shape = ModelShape.of(config.model_path)
     server = plan_server(config, shape, device)
@@ -91,7 +92,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) 
         ranks=ranks,
         libraries=libraries,
         server=server,
-        time=time_bound(config, ranks, placed, shape, server, device, in_turns=in_turns),
+        time=time_bound(config, ranks, placed, shape, server, device, in_turns=in_turns, mean_response=mean_response),
         shortages=[],
     )
     return msgspec.structs.replace(plan, shortages=list(_shortages(plan)))

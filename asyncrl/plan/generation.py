@@ -47,10 +47,9 @@ class ServerPlan(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         return self.block_tokens * self.kv_token
 
-    @property
-    def concurrent(self) -> int:
-        """Requests of the configured length that run at the same time, at least one."""
-        return max(min(self.requests, self.max_requests), 1)
+    def running(self, tokens: int) -> int:
+        """Requests that run at the same time if each has this many tokens in the KV cache, at least one."""
+        return max(min(self.blocks // -(-tokens // self.block_tokens), self.max_requests), 1)
 
     @property
     def remark(self) -> str:

@@ -39,19 +39,21 @@ class Layout(msgspec.Struct, frozen=True):
     fits: bool
 
 
-def search_layouts(config: ExperimentConfig, num_gpus: int, device: Device, planner: Planner) -> list[Layout]:
+def search_layouts(
+    config: ExperimentConfig, num_gpus: int, device: Device, planner: Planner, *, mean_response: int = 0
+) -> list[Layout]:
     """Return the layouts of num_gpus GPUs that were planned, those that fit first, by the predicted time of a step. Further layouts
     follow with estimates, the fastest ones first.
 
     The layouts have one grid for all models and, with servers, one grid for them; sets of their own, as in `+ref_inf:d1`, are not
-    tried. config: without `auto`. Raises PlanError if no layout can be valid.
+    tried. config: without `auto`. mean_response: as in plan_run. Raises PlanError if no layout can be valid.
     """
 
     def tried(allocation: object) -> ExperimentConfig:
         return replace(config, allocation=str(allocation))
 
     estimates = [
-        _layout(plan_run(tried(allocation), device, estimate_ranks), planned=False)
+        _layout(plan_run(tried(allocation), device, estimate_ranks, mean_response=mean_response), planned=False)
         for allocation in _allocations(config, num_gpus)
     ]
     if not estimates:

@@ -271,10 +271,39 @@ def test_the_time_of_generation(load):
     config = load("generation.max_running_requests=32")  # 64 requests for each of 2 servers
     server = plan_server(config, shape, TOY)
     read = 1024 * 2 * server.weights + 64 * 1024 * (512 + 512) * 57_344  # prompts of 512 tokens
-    assert generation_time(config, shape, server, TOY) == pytest.approx(read / 1e12)
+    assert generation_time(config, shape, server, TOY, 1024) == pytest.approx(read / 1e12)
     slow = replace(TOY, flops=1e12)
     tokens = 64 * 1024 + 8 * 512  # one prompt a group
-    assert generation_time(config, shape, server, slow) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+    assert generation_time(config, shape, server, slow, 1024) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+
+
+def test_servers_run_as_many_requests_as_fit_at_their_mean_length(load):
+    shape = ModelShape.from_config(QWEN_7B)
+    config = load("generation.server_args={max-total-tokens: '4096'}")  # two requests of 2,048 tokens
+    server = plan_server(config, shape, TOY)
+    assert (server.requests, server.running(512 + 512), server.running(512 + 128)) == (2, 4, 6)
+    weights = 1024 * 64 / 4 * server.weights  # 64 requests, four at a time
+    assert generation_time(config, shape, server, TOY, 1024) * 1e12 == pytest.approx(
+        weights + 64 * 1024 * 1024 * 57_344
+    )
+    weights = 256 * 64 / 6 * server.weights
+    assert generation_time(config, shape, server, TOY, 256) * 1e12 == pytest.approx(weights + 64 * 256 * 640 * 57_344)
+
+
+def test_a_mean_response_shortens_training_and_generation_but_no_memory(load):
+    shape, config = ModelShape.from_config(QWEN_7B), load("train.max_tokens_per_mb=4096")
+    ranks = [replace_steps(rank(parameters=1), [step(10**15, **{"data all_gather": 10**8})])]
+    full = plan_run(config, TOY, lambda config: ranks)
+    short = plan_run(config, TOY, lambda config: ranks, mean_response=256)
+    assert (full.time.response_tokens, short.time.response_tokens) == (1024, 256)
+    share = shape.forward_flops(768, 768) / shape.forward_flops(1536, 1536)
+    assert short.time.training_s == pytest.approx(share * full.time.training_s)
+    assert short.time.receiving_s == pytest.approx(full.time.receiving_s / 2)
+    one_micro_batch = plan_run(load(), TOY, lambda config: ranks, mean_response=256)  # gathers parameters all the same
+    assert one_micro_batch.time.receiving_s == pytest.approx(full.time.receiving_s)
+    assert short.time.mfu == pytest.approx(full.time.mfu)
+    assert short.time.generation_s < full.time.generation_s / 4
+    assert (short.peak, short.server) == (full.peak, full.server)
 
 
 def replace_steps(plan, steps):
@@ -542,7 +571,7 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
     assert code == 1
     assert "model_worker/0 (and 3 like it) does not fit: at least 101.3 GiB of 79.6 GiB" in out
     assert "fits with allocation=sglang.d2p1m1+d8p1m1" in out
-    assert "lower bound of a train step" in out
+    assert "estimate of a train step if every response has the maximum of 1,024 tokens" in " ".join(out.split())
     code, out = call(capsys, file, "--gpu", "h100-80g", "allocation=sglang.d2+d8")
     assert code == 0
     assert f"fits: the fullest GPU needs at least {gib(int(51.3 * GIB))}" in out
@@ -570,6 +599,21 @@ def test_the_output_fits_100_columns_and_names_the_moment_of_the_peak(file, load
     code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8")
     assert out.count("\N{BOX DRAWINGS HEAVY DOWN AND HORIZONTAL}") > 4
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_command_takes_a_mean_response(file, monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_training", lambda config, known: estimate_ranks(config))
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--mean-response", "256")
+    assert (code, "estimate of a train step with responses of 256 tokens on average" in out) == (0, True)
+    for words in ((), ("--gpus", "4")):
+        times = []
+        for mean in ("256", "1024"):
+            code, out = call(capsys, file, "--gpu", "h100-80g", "--json", *words, "--mean-response", mean)
+            report = msgspec.json.decode(out, type=PlanReport)
+            times.append(report.plan.time.step_s if report.plan else max(layout.step_s for layout in report.layouts))
+        assert times[0] < times[1]
+    assert call(capsys, file, "--mean-response", "1025")[0] == 2
+    assert call(capsys, file, "--mean-response", "-1")[0] == 2
 
 
 def test_the_command_searches_layouts(file, monkeypatch, capsys):

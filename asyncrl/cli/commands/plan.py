@@ -45,7 +45,8 @@ _WIDEST = 100  # columns of a table: what a page or a terminal beside an editor 
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """The output with --json. Bytes and seconds; times are lower bounds, and mfu is an upper bound."""
+    """The output with --json. Bytes and seconds; times are lower bounds for responses of `response_tokens`, and mfu is an
+    upper bound."""
 
     fits: bool
     plan: RunPlan | None = None  # null with --gpus
@@ -57,6 +58,13 @@ def add_to(commands: Commands) -> None:
     parser = add_config_command(commands, "plan", plan, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--gpu", metavar="KIND", default="", help="kind of GPU")
     parser.add_argument("--gpus", metavar="N", type=int, default=0, help="search the layouts of this number of GPUs")
+    parser.add_argument(
+        "--mean-response",
+        metavar="TOKENS",
+        type=int,
+        default=0,
+        help="length of the mean response, for the times; without it all responses have the maximum",
+    )
 
 
 def plan(arguments: argparse.Namespace, console: Console) -> int:
@@ -68,10 +76,15 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
         each = ", or ".join(f"allocation='{phase.allocation.partition(' until ')[0]}'" for phase in of_run)
         raise ConfigError(f"allocation={config.allocation}: plan one phase at a time: {each}")
     config = resolve(config, Facts(on_gpu=True))
-    planner = partial(plan_run, device=device, plan_ranks=partial(plan_training, known={}))
+    mean, longest = arguments.mean_response, config.rollout.sampling.max_new_tokens
+    if not 0 <= mean <= longest:
+        raise ConfigError(
+            f"--mean-response {mean}: must be from 1 to rollout.sampling.max_new_tokens={longest}, or be left out"
+        )
+    planner = partial(plan_run, device=device, plan_ranks=partial(plan_training, known={}), mean_response=mean)
     try:
         if arguments.gpus:
-            layouts = search_layouts(config, arguments.gpus, device, planner)
+            layouts = search_layouts(config, arguments.gpus, device, planner, mean_response=mean)
             report = PlanReport(any(layout.planned and layout.fits for layout in layouts), layouts=layouts)
         else:
             found = planner(config)
@@ -82,13 +95,20 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json(report)
     elif report.plan is not None:
-        _print_plan(report.plan, report.remedies, console)
+        _print_plan(report.plan, report.remedies, console, assumed=_assumed(mean, longest))
     else:
-        _print_layouts(report.layouts, console)
+        _print_layouts(report.layouts, console, assumed=_assumed(mean, longest))
     return 0 if report.fits else FAILED
 
 
-def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> None:
+def _assumed(mean: int, longest: int) -> str:
+    """What the times assume about responses."""
+    if mean:
+        return f"with responses of {mean:,} tokens on average"
+    return f"if every response has the maximum of {longest:,} tokens (--mean-response assumes fewer)"
+
+
+def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console, *, assumed: str) -> None:
     _say(console, f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
     if plan.ranks:
         console.print(_memory_table(plan))
@@ -99,8 +119,8 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
     generation = f", generation at least {_seconds(time.generation_s)}" if plan.server is not None else ""
     _say(
         console,
-        f"lower bound of a train step: {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, with "
-        f"{_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
+        f"estimate of a train step {assumed}: at least {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, "
+        f"with {_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
         "sheet",
     )
     if plan.ranks:
@@ -160,13 +180,14 @@ def _print_server(plan: RunPlan, console: Console) -> None:
         console,
         f"{server.count} generation servers ({server.engine}) with {each} each; of a GPU: weights {gib(server.weights)}, KV cache "
         f"{gib(server.cache)} in {server.blocks:,} blocks of {server.block_tokens} tokens ({server.kv_token:,} bytes a token), "
-        f"{server.requests} requests of {server.request_tokens:,} tokens",
+        f"{server.requests} requests of the longest length, {server.request_tokens:,} tokens; on average at most "
+        f"{plan.time.running} requests run",
     )
     if server.remark:
         _say(console, server.remark)
 
 
-def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
+def _print_layouts(layouts: Sequence[Layout], console: Console, *, assumed: str) -> None:
     rows = []
     for layout in layouts[:_SHOWN_LAYOUTS]:
         fits = ("yes" if layout.fits else "no") + ("" if layout.planned else ", estimated")
@@ -174,7 +195,13 @@ def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
         rows.append((layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak)))
     numbers = ("step s", "training s", "receiving s", "generation s", "fullest GPU")
     right = [Column(name, justify="right") for name in numbers]
-    console.print(FittedTable("layouts; times are lower bounds", ["allocation", "fits", *right], rows))
+    console.print(
+        FittedTable(
+            f"layouts; times are estimates {assumed}, at the peaks of the data sheet",
+            ["allocation", "fits", *right],
+            rows,
+        )
+    )
     if len(layouts) > _SHOWN_LAYOUTS:
         say(console, f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json")
 
