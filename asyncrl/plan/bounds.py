@@ -21,6 +21,7 @@ from asyncrl.plan.devices import GPUS_PER_HOST, Device
 from asyncrl.plan.generation import ServerPlan
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
+from asyncrl.plan.speeds import reached
 
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")  # a rank receives all of the payload but its own part
 _ALL_MEMBERS = (*_SHARED_OUT, "all_reduce")  # every rank of the group sends and receives
@@ -34,6 +35,10 @@ class TimeBound(msgspec.Struct, frozen=True):
     generation_s: float  # the responses of one batch, by all servers; 0: the run has no servers
     step_s: float  # both at the same time, or one after the other (eta = 0, shared devices)
     mfu: float  # upper bound: model FLOPs / (training_s * peak FLOP/s of all model workers)
+    # The times that are expected if the bounds are reached as far as speeds.py says
+    expected_training_s: float
+    expected_generation_s: float
+    expected_step_s: float
     response_tokens: int
     running: int  # requests of a server at the same time, at their mean length: the prompt and half of the response; 0: no servers
 
@@ -76,12 +81,21 @@ def time_bound(
     model_flops = of_flops * sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
     peak = device.flops * sum(len(rank.stands_for) for rank in ranks)
     generation = generation_time(config, shape, server, device, response) if server is not None else 0.0
+    shares = reached(device.name)
+    expected = training / shares.training, generation / shares.generation
+
+    def together(training: float, generation: float) -> float:
+        return training + generation if in_turns else max(training, generation)
+
     return TimeBound(
         training_s=training,
         receiving_s=receiving,
         generation_s=generation,
-        step_s=training + generation if in_turns else max(training, generation),
+        step_s=together(training, generation),
         mfu=model_flops / (training * peak) if training else 0.0,
+        expected_training_s=expected[0],
+        expected_generation_s=expected[1],
+        expected_step_s=together(*expected),
         response_tokens=response,
         running=server.running(_mean_tokens(config, response)) if server is not None else 0,
     )

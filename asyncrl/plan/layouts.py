@@ -34,6 +34,7 @@ class Layout(msgspec.Struct, frozen=True):
     receiving_s: float  # of training: receiving from other ranks, at the same time as computing
     generation_s: float
     step_s: float
+    expected_step_s: float  # by the shares of speeds.py
     peak: int  # bytes of the fullest GPU (RunPlan.peak)
     planned: bool  # false: a closed-form estimate
     fits: bool
@@ -113,6 +114,7 @@ def _layout(plan: RunPlan, *, planned: bool) -> Layout:
         receiving_s=time.receiving_s,
         generation_s=time.generation_s,
         step_s=time.step_s,
+        expected_step_s=time.expected_step_s,
         peak=plan.peak,
         planned=planned,
         fits=plan.fits,

@@ -33,6 +33,8 @@ from asyncrl.plan.layouts import search_layouts
 from asyncrl.plan.remedies import MOST_PLANS, changed, find_remedies
 from asyncrl.plan.result import Collective, ModelStep, PlanError, RankPlan
 from asyncrl.plan.shapes import ModelShape
+from asyncrl.plan.speeds import REACHED
+from tests.pages import ROOT
 
 GIB = 1 << 30
 QWEN_7B = {
@@ -275,6 +277,26 @@ def test_the_time_of_generation(load):
     slow = replace(TOY, flops=1e12)
     tokens = 64 * 1024 + 8 * 512  # one prompt a group
     assert generation_time(config, shape, server, slow, 1024) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+
+
+def test_the_expected_time_is_the_bound_over_the_share_that_real_steps_reach(load):
+    ranks = [replace_steps(rank(parameters=1), [step(10**15)])]
+    for name, training in (("h100-80g", 0.4), ("h200-141g", 0.31)):
+        for eta, together in ((1, max), (0, lambda *times: sum(times))):
+            time = plan_run(load(f"manager.max_head_offpolicyness={eta}"), DEVICES[name], lambda config: ranks).time
+            assert time.expected_training_s == pytest.approx(time.training_s / training)
+            assert time.expected_generation_s == pytest.approx(time.generation_s / 0.8)
+            assert time.expected_step_s == together(time.expected_training_s, time.expected_generation_s)
+
+
+def test_the_share_of_the_h200_is_the_measured_one():
+    record = json.loads((ROOT / "benchmarks/gpu/2026-11-27.json").read_text())
+    cases = {entry["case"]: entry["seconds"] for entry in record["step"]}
+    device = DEVICES["h200-141g"]
+    for case, flops, share in (("1.7B", 5.742e14, REACHED[device.name].training), ("0.6B", 3.429e14, 0.23)):  # planned
+        measured = cases[f"{case}, 2 x 16384 tokens, no checkpointing"]
+        assert round(flops / device.flops / measured, 2) == share
+    assert set(REACHED) <= set(DEVICES)
 
 
 def test_servers_run_as_many_requests_as_fit_at_their_mean_length(load):
@@ -572,6 +594,9 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
     assert "model_worker/0 (and 3 like it) does not fit: at least 101.3 GiB of 79.6 GiB" in out
     assert "fits with allocation=sglang.d2p1m1+d8p1m1" in out
     assert "estimate of a train step if every response has the maximum of 1,024 tokens" in " ".join(out.split())
+    assert "if training reaches 40% of the peak and generation 80%: training from published runs" in " ".join(
+        out.split()
+    )
     code, out = call(capsys, file, "--gpu", "h100-80g", "allocation=sglang.d2+d8")
     assert code == 0
     assert f"fits: the fullest GPU needs at least {gib(int(51.3 * GIB))}" in out

@@ -143,8 +143,10 @@ def tokens(console, tmp_path):
 
 
 def layouts(console, tmp_path):
-    _print_layouts([Layout("sglang.d4p1m2+d2p2m2", 12.3, 4.56, 78.9, 91.2, 60 << 30, True, True)], console, assumed="")
-    return "sglang.d4p1m2+d2p2m2 yes 12.3 4.56 78.9 91.2 60.0 GiB"
+    _print_layouts(
+        [Layout("sglang.d4p1m2+d2p2m2", 12.3, 4.56, 78.9, 91.2, 234.0, 60 << 30, True, True)], console, assumed=""
+    )
+    return "sglang.d4p1m2+d2p2m2 yes 12.3 4.56 78.9 91.2 234 60.0 GiB"
 
 
 def summary(console, tmp_path):

@@ -23,6 +23,7 @@ from asyncrl.plan.layouts import Layout, search_layouts
 from asyncrl.plan.ranks import plan_training
 from asyncrl.plan.remedies import Remedy, find_remedies
 from asyncrl.plan.result import KINDS, PlanError, RankPlan
+from asyncrl.plan.speeds import reached
 
 _DESCRIPTION = f"""Compute memory, FLOPs and traffic of a run before it starts, without a GPU and without weights: the
 training engine runs on tensors without values. Starts no run, writes nothing. Takes seconds to minutes.
@@ -123,6 +124,13 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console, *, 
         f"with {_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
         "sheet",
     )
+    beside = f", generation {_seconds(time.expected_generation_s)}" if plan.server is not None else ""
+    shares = reached(plan.device)
+    _say(
+        console,
+        f"expected: {_seconds(time.expected_step_s)} (training {_seconds(time.expected_training_s)}{beside}), if training reaches "
+        f"{shares.training:.0%} of the peak and generation {shares.generation:.0%}: {shares.source}",
+    )
     if plan.ranks:
         say(console, f"upper bound of the MFU of training: {time.mfu:.0%}")
     for shortage in plan.shortages:
@@ -191,13 +199,13 @@ def _print_layouts(layouts: Sequence[Layout], console: Console, *, assumed: str)
     rows = []
     for layout in layouts[:_SHOWN_LAYOUTS]:
         fits = ("yes" if layout.fits else "no") + ("" if layout.planned else ", estimated")
-        times = (layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
+        times = (layout.expected_step_s, layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
         rows.append((layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak)))
-    numbers = ("step s", "training s", "receiving s", "generation s", "fullest GPU")
-    right = [Column(name, justify="right") for name in numbers]
+    numbers = ("expected s", "step s", "training s", "receiving s", "generation s", "fullest GPU")
+    right = [Column(name, "optional" if name == "receiving s" else "whole", "right") for name in numbers]
     console.print(
         FittedTable(
-            f"layouts; times are estimates {assumed}, at the peaks of the data sheet",
+            f"layouts; times are estimates {assumed}, at the peaks of the data sheet but for the expected time of a step",
             ["allocation", "fits", *right],
             rows,
         )
