@@ -34,7 +34,7 @@ class TimeBound(msgspec.Struct, frozen=True):
     receiving_s: float  # of that rank: receiving, at the same time as computing
     generation_s: float  # the responses of one batch, by all servers; 0: the run has no servers
     step_s: float  # both at the same time, or one after the other (eta = 0, shared devices)
-    mfu: float  # upper bound: model FLOPs / (training_s * peak FLOP/s of all model workers)
+    mfu: float  # upper bound: model FLOPs of train steps / (training_s * peak FLOP/s of all model workers)
     # The times that are expected if the bounds are reached as far as speeds.py says
     expected_training_s: float
     expected_generation_s: float
@@ -78,7 +78,13 @@ def time_bound(
             times.append((computes * of_flops, receives * (of_tokens if load.full else 1.0)))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
     training, receiving = max(of_ranks, default=(0.0, 0.0))
-    model_flops = of_flops * sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
+    # Inference takes time, too, but what it computes is not part of the MFU's definition
+    model_flops = of_flops * sum(
+        step.model_flops * len(rank.stands_for)
+        for rank in ranks
+        for step in rank.steps
+        if mfcs[step.mfc].kind == "train_step"
+    )
     peak = device.flops * sum(len(rank.stands_for) for rank in ranks)
     generation = generation_time(config, shape, server, device, response) if server is not None else 0.0
     shares = reached(device.name)

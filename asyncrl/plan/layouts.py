@@ -22,8 +22,8 @@ from asyncrl.plan.result import PlanError
 from asyncrl.plan.shapes import ModelShape
 
 _ESTIMATE_MARGIN = 1.25  # an estimate may exceed the memory by this factor before its layout is dropped
-MOST_PLANNED = 4  # layouts that are planned
-_ENOUGH = 2  # layouts that fit, after which no further one is planned
+MOST_PLANNED = 4  # grids of training that are planned
+_ENOUGH = 2  # layouts that fit, after which no further grid is planned
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -38,6 +38,7 @@ class Layout(msgspec.Struct, frozen=True):
     peak: int  # bytes of the fullest GPU (RunPlan.peak)
     planned: bool  # false: a closed-form estimate
     fits: bool
+    tight: bool = False  # it fits, but a process needs more than TIGHT_SHARE of its GPU
 
 
 def search_layouts(
@@ -66,14 +67,18 @@ def search_layouts(
     likely.sort(key=_speed)
     planned: list[Layout] = []
     rest: list[Layout] = []
+    grids: set[str] = set()  # of training. A planned one is planned with all of its servers, which costs nothing
     refused: ValueError | None = None
     for layout in likely or sorted(estimates, key=lambda layout: layout.peak):
-        if len(planned) == MOST_PLANNED or sum(done.fits for done in planned) == _ENOUGH:
+        grid = layout.allocation.rpartition("+")[2]
+        enough = len(grids) == MOST_PLANNED or sum(done.fits for done in planned) >= _ENOUGH
+        if enough and grid not in grids:
             rest.append(layout)
             continue
         try:
             validate(tried(layout.allocation))
             planned.append(_layout(planner(tried(layout.allocation)), planned=True))
+            grids.add(grid)
         except (ConfigError, PlanError) as error:
             refused = error
     if not planned:
@@ -118,6 +123,7 @@ def _layout(plan: RunPlan, *, planned: bool) -> Layout:
         peak=plan.peak,
         planned=planned,
         fits=plan.fits,
+        tight=plan.fits and bool(plan.shortages),
     )
 
 

@@ -263,6 +263,9 @@ def test_the_time_of_a_step(load):
     assert plan.time.training_s == pytest.approx(3.0 + 0.1)  # the first one receives for longer than it computes
     assert plan.time.receiving_s == pytest.approx(3.0)
     assert plan.time.mfu == pytest.approx(1.05e15 / (3.1 * 1e15))
+    inference = msgspec.structs.replace(step(10**14), mfc="actor_inf")  # takes time, and is no training
+    with_inference = [replace_steps(ranks[0], [*ranks[0].steps, inference])]
+    assert plan_run(config, TOY, lambda config: with_inference).time.mfu == pytest.approx(1.05e15 / (3.2 * 1e15))
     assert plan.time.step_s == max(plan.time.training_s, plan.time.generation_s)
     in_turns = plan_run(load("manager.max_head_offpolicyness=0"), TOY, lambda config: ranks).time
     assert in_turns.step_s == in_turns.training_s + in_turns.generation_s
@@ -472,10 +475,12 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
         return plan_run(config, DEVICES["h100-80g"], estimate_ranks)
 
     layouts = search_layouts(load(), 8, DEVICES["h100-80g"], planner)
-    assert len(planned) == 2  # two that fit are enough
-    assert [layout.planned for layout in layouts] == [True] * 2 + [False] * (len(layouts) - 2)
-    assert all(layout.fits for layout in layouts[:2])
-    times = [layout.step_s for layout in layouts[2:]]
+    grids = {allocation.rpartition("+")[2] for allocation in planned}
+    assert len(grids) == 2  # two that fit are enough
+    most = len(planned)
+    assert [layout.planned for layout in layouts] == [True] * most + [False] * (len(layouts) - most)
+    assert all(layout.fits for layout in layouts[:most])
+    times = [layout.step_s for layout in layouts[most:]]
     assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times))
     for layout in layouts:
         allocation = Allocation.parse(layout.allocation)
@@ -499,6 +504,30 @@ def test_ranks_of_layouts_that_differ_only_in_their_servers_are_planned_once(loa
     for allocation in ("sglang.d2+d1p2m1", "sglang.m2+d1p2m1", "sglang.m2+d2"):
         ranks.plan_training(load(f"allocation={allocation}"), known=known)
     assert planned == [["d1p2m1", "d1p2m1"], ["d2p1m1"]]
+
+
+def test_layouts_with_one_training_grid_agree_and_only_planned_ones_say_that_they_fit(file, load, monkeypatch, capsys):
+    """The estimate of one grid is too low: its plan does not fit, with any servers."""
+    device = DEVICES["h100-80g"]
+    fastest = search_layouts(load(), 8, device, lambda config: plan_run(config, device, estimate_ranks))[0]
+    grid = fastest.allocation.rpartition("+")[2]
+
+    def plan_ranks(config, known=None):
+        found = estimate_ranks(config)
+        large = config.allocation.endswith(f"+{grid}")
+        return [msgspec.structs.replace(each, peak=90 * GIB if large else 75 * GIB) for each in found]
+
+    layouts = search_layouts(load(), 8, device, lambda config: plan_run(config, device, plan_ranks))
+    siblings = [layout for layout in layouts if layout.allocation.endswith(f"+{grid}")]
+    assert len(siblings) > 1
+    assert {(layout.planned, layout.fits) for layout in siblings} == {(True, False)}
+    assert (layouts[0].fits, layouts[0].tight) == (True, True)
+    monkeypatch.setattr(plan_command, "plan_training", plan_ranks)
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8")
+    states = [
+        line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")[2].strip() for line in out.splitlines() if "sglang." in line
+    ]
+    assert (code, set(states)) == (0, {"hardly", "no", "not planned"})
 
 
 def test_layouts_that_do_not_fit_come_last(load):
@@ -649,4 +678,4 @@ def test_the_command_searches_layouts(file, monkeypatch, capsys):
     assert len(report.layouts) > 20
     code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8")
     assert report.layouts[0].allocation in out
-    assert "slower ones: see --json" in out
+    assert "others: see --json" in out

@@ -198,7 +198,8 @@ def _print_server(plan: RunPlan, console: Console) -> None:
 def _print_layouts(layouts: Sequence[Layout], console: Console, *, assumed: str) -> None:
     rows = []
     for layout in layouts[:_SHOWN_LAYOUTS]:
-        fits = ("yes" if layout.fits else "no") + ("" if layout.planned else ", estimated")
+        planned = "no" if not layout.fits else "hardly" if layout.tight else "yes"
+        fits = planned if layout.planned else "not planned"
         times = (layout.expected_step_s, layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
         rows.append((layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak)))
     numbers = ("expected s", "step s", "training s", "receiving s", "generation s", "fullest GPU")
@@ -211,7 +212,7 @@ def _print_layouts(layouts: Sequence[Layout], console: Console, *, assumed: str)
         )
     )
     if len(layouts) > _SHOWN_LAYOUTS:
-        say(console, f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json")
+        say(console, f"{len(layouts) - _SHOWN_LAYOUTS} others: see --json")
 
 
 def _say(console: Console, text: str) -> None:
