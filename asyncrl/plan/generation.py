@@ -58,7 +58,7 @@ class ServerPlan(msgspec.Struct, frozen=True):
             return ""
         return (
             f"generation.max_running_requests={self.max_requests}: the KV cache of a server holds {self.requests} requests of "
-            f"{self.request_tokens:,} tokens, so it runs fewer at the same time"
+            f"{self.request_tokens:,} tokens, so it runs fewer of that length at the same time"
         )
 
 

@@ -209,7 +209,7 @@ def test_requests_of_an_sglang_server(load):
     more = plan_server(load(args, "generation.max_running_requests=1000"), shape, TOY)
     assert more.remark == (
         f"generation.max_running_requests=1000: the KV cache of a server holds {server.requests} requests of 2,048 tokens, so it "
-        "runs fewer at the same time"
+        "runs fewer of that length at the same time"
     )
     few = plan_server(load("generation.server_args={max-total-tokens: '4096'}"), shape, TOY)
     assert (few.blocks, few.requests) == (4096, 2)
@@ -638,7 +638,7 @@ def test_the_output_fits_100_columns_and_names_the_moment_of_the_peak(file, load
 
     def planner(config, known):
         moves = {"data all_gather": 10**12, "tensor all_reduce": 10**12, "tensor reduce_scatter": 10**12}
-        ranks = [replace_steps(rank(**dict.fromkeys(kinds, GIB)), [step(10**16, **moves)])]
+        ranks = [replace_steps(rank(**dict.fromkeys(kinds, GIB), other=1024), [step(10**16, **moves)])]
         return [msgspec.structs.replace(ranks[0], shards=["actor:d0p0m0", "ref:d0p0m0", "critic:d0p0m0"])]
 
     monkeypatch.setattr(plan_command, "plan_training", planner)

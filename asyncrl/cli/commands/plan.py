@@ -42,6 +42,7 @@ exit codes: 0 every process fits its GPU; 1 some process does not, with --gpus: 
 or cannot be planned."""
 
 _SHOWN_LAYOUTS = 12
+_SHOWN_SHARE = 0.001  # of what a rank needs: smaller parts are left out
 _WIDEST = 100  # columns of a table: what a page or a terminal beside an editor shows
 
 
@@ -158,7 +159,9 @@ def _memory_table(plan: RunPlan) -> FittedTable:
     for rank in plan.ranks:
         sizes = (plan.needed(rank), rank.peak, rank.load_peak, rank.export_peak)
         found = [(kind, rank.at_peak.get(kind, 0)) for kind in kinds] + [("libraries", plan.libraries)]
-        parts = ", ".join(f"{kind} {_number(size / GIB)}" for kind, size in found)
+        parts = ", ".join(
+            f"{kind} {_number(size / GIB)}" for kind, size in found if size >= _SHOWN_SHARE * plan.needed(rank)
+        )
         shown = [_number(size / GIB) for size in sizes]
         rows.append([_workers(rank.stands_for), ", ".join(rank.shards), *shown, rank.peak_in or "between MFCs", parts])
     right = [Column(name, justify="right") for name in numbers]
@@ -177,7 +180,9 @@ def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
             rows.append((str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved))
     right = [Column(name, justify="right") for name in ("tokens", "TFLOP")]
     moves = Column("collectives: calls, payload in GiB", "text")
-    return FittedTable("model workers: work in a train step", ["worker", "MFC", *right, moves], rows)
+    return FittedTable(
+        "model workers: work in a train step of the longest responses", ["worker", "MFC", *right, moves], rows
+    )
 
 
 def _print_server(plan: RunPlan, console: Console) -> None:
