@@ -17,6 +17,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.runtime.devices import devices_of
 
 _REASON_CHARS = 400
+_SIMULATED = "ASYNCRL_SIMULATED_GPUS"  # 1: the GPUs of tests, which are files without a driver; processes compute on the CPU
 
 
 def rank_device(index: int = 0, *, gpus: Sequence[str] = ()) -> torch.device:
@@ -30,14 +31,14 @@ def rank_device(index: int = 0, *, gpus: Sequence[str] = ()) -> torch.device:
         device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
-    if gpus:
+    if gpus and os.environ.get(_SIMULATED) != "1":
         raise ConfigError("; ".join(why_unusable(gpus)))
     return torch.device("cpu")
 
 
 def why_unusable(gpus: Sequence[str]) -> tuple[str, str]:
     """Why torch cannot use these GPUs, and a remedy. Both are empty if it can."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or os.environ.get(_SIMULATED) == "1":
         return "", ""
     chosen, build = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda or torch.version.hip
     if not build:

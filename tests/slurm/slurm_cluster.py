@@ -78,7 +78,8 @@ class SlurmCluster:
         self._tag = f"{number % 100_000}"
         self._net = f"10.{64 + number % 64}.{number // 64 % 256}"
         self._bridge = f"sl{self._tag}"
-        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Jobs have the environment of sbatch. The GPUs of the nodes are files
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "ASYNCRL_SIMULATED_GPUS": "1"}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     # ------------------------------------------------------------------------------------------------------------- life

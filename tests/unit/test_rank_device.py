@@ -12,7 +12,7 @@ from asyncrl.model.compute import Compute
 from asyncrl.model.process_group import choose_device
 from asyncrl.model.shards import Holding
 from asyncrl.model.tensor_exchange import transport_device
-from asyncrl.runtime.rank_device import rank_device
+from asyncrl.runtime.rank_device import rank_device, why_unusable
 from tests.support.services import make_services
 
 
@@ -88,3 +88,6 @@ def test_a_process_with_a_gpu_fails_with_the_reason_instead_of_computing_on_the_
     with pytest.raises(ConfigError, match=rf"cannot use the GPUs 0.*{why}.*to run on the CPU"):
         rank_device(gpus=["0"])
     assert rank_device() == torch.device("cpu")
+    cuda_build.setenv("ASYNCRL_SIMULATED_GPUS", "1")
+    assert rank_device(gpus=["0"]) == torch.device("cpu")
+    assert why_unusable(["0"]) == ("", "")

@@ -244,7 +244,8 @@ class HostDaemon:
             specs,
             self._run_dir,
             fork=self._config.runtime.fork_server,
-            start_limit_s=self._config.runtime.start_limit_s,
+            # Of the launcher's config: it has resolved `auto`, which this host's has not
+            start_limit_s=max(spec.config.worker.runtime.start_limit_s for spec in specs),
             notice=self._notice,
             marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
             clock=self._clock,
