@@ -172,7 +172,6 @@ def _auto(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
             dtype=_chosen(train.dtype, dtype),
             tf32=_chosen(train.tf32, on_gpu),
             gradient_checkpointing=_chosen(train.gradient_checkpointing, on_gpu),
-            compile=_chosen(train.compile, AUTO if on_gpu else "off"),
         ),
     )
 

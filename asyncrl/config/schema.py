@@ -407,10 +407,10 @@ class TrainConfig:
     tf32: bool | str = ruled(False, _SWITCH)
     # The backward pass recomputes activations | auto: true on a GPU
     gradient_checkpointing: bool | str = ruled(False, _SWITCH)
-    # Layers run as code that torch.compile makes for them when the process starts. on: refused with tensor ranks (m > 1), with
-    # gradient checkpointing where attention runs in rectangles (the log names the kernel), and where the code cannot be made |
-    # auto: off on a CPU; on a GPU like on, but such models run without, and the log says so
-    compile: str = choice("off", AUTO, "on", "off")
+    # Layers run as code that torch.compile makes for them when the process starts, which may take minutes. on: refused with tensor
+    # ranks (m > 1), with gradient checkpointing where attention runs in rectangles (the log names the kernel), and where the code
+    # cannot be made
+    compile: str = choice("off", "on", "off")
     # true: each data rank adds up the gradients of several micro-batches in float32 before they are summed over the ranks. That
     # takes 4 bytes per parameter on each GPU and saves traffic. false: sum over the ranks after each micro-batch. Pipeline stages
     # always add up
@@ -787,9 +787,7 @@ class ExperimentConfig:
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO, load_timeout_s=AUTO))
     manager: ManagerConfig = field(default_factory=ManagerConfig)
-    train: TrainConfig = field(
-        default_factory=lambda: TrainConfig(dtype=AUTO, tf32=AUTO, gradient_checkpointing=AUTO, compile=AUTO)
-    )
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(dtype=AUTO, tf32=AUTO, gradient_checkpointing=AUTO))
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -138,16 +138,9 @@ class TrainEngine:
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Run each layer as compiled code from now on, made at its next calls."""
-        torch._inductor.config.compile_threads = 1  # in this process: no process of torch's outlives it
-        for layer in self._layers():
-            layer.compile(dynamic=True, backend=backend)
-
-    def uncompile_layers(self) -> None:
-        for layer in self._layers():
-            layer._compiled_call_impl = None
-
-    def _layers(self) -> list[nn.Module]:
-        return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(backend=backend)
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:

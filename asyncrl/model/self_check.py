@@ -67,14 +67,14 @@ def load_checked(
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)
         bound = check_packing(engine)
-        if train.compile != "off":
-            compile_checked(engine, model.name, bound, must=train.compile == "on")
+        if train.compile == "on":
+            compile_checked(engine, model.name, bound)
     return engine
 
 
-def compile_checked(engine: TrainEngine, name: str, bound: float, *, must: bool) -> None:
-    """Compile the layers, and compare outputs and gradients with those before. Collective. must: raise ConfigError if it cannot be
-    done; else the log says so. bound: of outputs. Raises SelfCheckError on the ranks that see a larger difference."""
+def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
+    """Compile the layers, and compare outputs and gradients with those before. Collective. bound: of outputs. Raises ConfigError if
+    they cannot be compiled, and SelfCheckError on the ranks that see a larger difference."""
     why = ""
     if engine.num_tensor_ranks > 1:
         why = "its layers are split over tensor ranks"
@@ -87,13 +87,9 @@ def compile_checked(engine: TrainEngine, name: str, bound: float, *, must: bool)
         try:
             compiled, compiled_grads = compute(engine, texts), _gradients(engine, texts)
         except TorchDynamoException as error:
-            engine.uncompile_layers()
             why = str(error).strip().partition("\n")[0]
-    if why and must:
-        raise ConfigError(f"train.compile='on': {name} cannot be compiled: {why}; use auto or off")
     if why:
-        logger.warning("%s is not compiled, so it trains slower than it could: %s (train.compile)", name, why)
-        return
+        raise ConfigError(f"train.compile='on': {name} cannot be compiled: {why}; use off")
     if eager is not None and compiled is not None and (worst := Difference.between(compiled, eager)).nats > bound:
         raise SelfCheckError(
             f"compiled layers compute other outputs: they differ by {worst.nats:.3g} (bound: {bound:.0e}) at token "

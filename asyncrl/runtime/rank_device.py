@@ -17,7 +17,9 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.runtime.devices import devices_of
 
 _REASON_CHARS = 400
-_SIMULATED = "ASYNCRL_SIMULATED_GPUS"  # 1: the GPUs of tests, which are files without a driver; processes compute on the CPU
+_SIMULATED = (
+    "ASYNCRL_SIMULATED_GPUS"  # 1: the GPUs of tests, which are files without a driver; processes compute on the CPU
+)
 
 
 def rank_device(index: int = 0, *, gpus: Sequence[str] = ()) -> torch.device:

@@ -89,6 +89,7 @@ async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path, dtype)
         np.testing.assert_allclose(response.logprobs, expected, atol=1e-3 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own code
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_give_the_same_update(model_path, checkpointing):
     """In bfloat16, with the varlen kernel within the compiled code, and packed rows of other lengths in the second step."""
