@@ -219,7 +219,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(config: Path, tmp_path: Pat
 def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
     config: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", str(config), f"fileroot={small_disk}"]) == 2
+    assert cli.main(["run", str(config), f"fileroot={small_disk}", "checkpoint.keep_last=2"]) == 2
     told = capsys.readouterr().out.replace("\n", " ")
     assert f"fileroot='{small_disk}': 8.4 MB are free there, but the run needs 130.6 MB" in told
     assert "free space, use a larger disk, or set weights.keep=1" in told
