@@ -93,7 +93,7 @@ class Task:
 
     def agent_for(self, ticket: Ticket) -> Agent | ChatAgent:
         """The agent of the ticket's mode. That of a train ticket has the sampling and the group size that the step has ordered."""
-        if ticket.kind == "eval":
+        if ticket.eval_mode:
             return self.agents[ticket.eval_set, ticket.eval_mode]
         sampling, group_size = self._train
         longest = ticket.max_new_tokens or sampling.max_new_tokens
