@@ -55,7 +55,7 @@ class World:
         self.log.write_text("last words\n")
         self.clock = ManualClock()
         self.leases = itertools.count(1)
-        self.config = load_experiment(file)
+        self.config = load_experiment(file, ["runtime.start_timeout_s=100"])
         specs = plan(self.config, attempt=1, num_prompts=100)
         self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in specs}
         self.leaving: set[str] = set()
