@@ -20,7 +20,8 @@ def cluster(tmp_path_factory):
         SlurmCluster(Path(tmp_path_factory.mktemp("slurm")) / "cluster") as made,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("SLURM_CONF", made.env["SLURM_CONF"])
+        for name in ("SLURM_CONF", "ASYNCRL_SIMULATED_GPUS"):
+            patch.setenv(name, made.env[name])
         yield made
 
 
