@@ -173,14 +173,25 @@ def why_rectangles(
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def kernels_text(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of each layer, for the log."""
-    found = []
-    for layer in layers:
-        widths = (layer.key_width, layer.value_width)
-        why = why_rectangles(device, dtype, widths, layer.pattern, softcap=layer.has_softcap, sinks=layer.has_sinks)
-        found.append(f"rectangles ({why})" if why else f"torch {torch.__version__}'s varlen kernel")
-    return ", ".join(f"{text} in {len(list(same))} of {len(layers)} layers" for text, same in groupby(sorted(found)))
+def reasons_of(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """why_rectangles of each layer."""
+    return [
+        why_rectangles(
+            device,
+            dtype,
+            (layer.key_width, layer.value_width),
+            layer.pattern,
+            softcap=layer.has_softcap,
+            sinks=layer.has_sinks,
+        )
+        for layer in layers
+    ]
+
+
+def kernels_text(reasons: Sequence[str]) -> str:
+    """The kernel of each layer, for the log. reasons: of reasons_of."""
+    found = sorted(f"rectangles ({why})" if why else f"torch {torch.__version__}'s varlen kernel" for why in reasons)
+    return ", ".join(f"{text} in {len(list(same))} of {len(reasons)} layers" for text, same in groupby(found))
 
 
 def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:

@@ -40,7 +40,7 @@ from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
-from asyncrl.model.attention import kernels_text
+from asyncrl.model.attention import reasons_of
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -105,7 +105,7 @@ class TrainEngine:
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
-        self.attention = ""  # the kernel of each layer, for the log
+        self.why_rectangles: list[str] = []  # of each layer's attention; "": it runs in the varlen kernel
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self._float32 = self.trainable or model.float32
@@ -153,7 +153,7 @@ class TrainEngine:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
-            self.attention = kernels_text(read_attention(whole, model.path), self.device, self.dtype)
+            self.why_rectangles = reasons_of(read_attention(whole, model.path), self.device, self.dtype)
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -181,7 +181,7 @@ class TrainEngine:
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
-            self.attention = kernels_text(read_attention(skeleton.model, model.path), self.device, self.dtype)
+            self.why_rectangles = reasons_of(read_attention(skeleton.model, model.path), self.device, self.dtype)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()

@@ -37,7 +37,7 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.attention import NAME as ATTENTION
-from asyncrl.model.attention import packed_attention
+from asyncrl.model.attention import kernels_text, packed_attention
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import local_tensor
@@ -62,7 +62,7 @@ def load_checked(
     entered: called at the begin of each phase after the load."""
     engine = TrainEngine(model, train, mesh=mesh, device=device)
     entered("self-check")
-    logger.info("attention of %s: %s", model.name, engine.attention)
+    logger.info("attention of %s: %s", model.name, kernels_text(engine.why_rectangles))
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)
@@ -78,8 +78,8 @@ def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
     why = ""
     if engine.num_tensor_ranks > 1:
         why = "its layers are split over tensor ranks"
-    elif engine.train.gradient_checkpointing and "rectangles" in engine.attention:
-        why = f"with gradient checkpointing, attention in rectangles cannot be: {engine.attention}"
+    elif engine.train.gradient_checkpointing and any(engine.why_rectangles):
+        why = f"with gradient checkpointing, attention in rectangles cannot be: {kernels_text(engine.why_rectangles)}"
     else:
         texts = texts_of(engine.vocab_size)
         eager, eager_grads = compute(engine, texts), _gradients(engine, texts)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from asyncrl.architectures.attention import read_attention
-from asyncrl.model.attention import kernels_text
+from asyncrl.model.attention import kernels_text, reasons_of
 from asyncrl.model.sharding import Skeleton, load_config
 
 from .bench import GIB, Bench
@@ -50,7 +50,8 @@ def memory(bench: Bench) -> Iterator[Row]:
 def attention_kernel(bench: Bench) -> Iterator[Row]:
     model = Skeleton.of(load_config(bench.model_folder("8B"), "lm"), "lm", torch.bfloat16).model
     layers = read_attention(model, "Qwen3-8B")
-    yield Row("attention of Qwen3-8B", note=kernels_text(layers, bench.device, torch.bfloat16), anywhere=True)
+    text = kernels_text(reasons_of(layers, bench.device, torch.bfloat16))
+    yield Row("attention of Qwen3-8B", note=text, anywhere=True)
 
 
 def cuda_after_fork(bench: Bench) -> Iterator[Row]:

@@ -240,7 +240,7 @@ def test_the_log_names_the_kernel_of_each_layer(on_gpu):
         )
 
     layers = [layer(number, sinks=number == 1) for number in range(3)]
-    text = attention.kernels_text(layers, GPU, torch.bfloat16)
+    text = attention.kernels_text(attention.reasons_of(layers, GPU, torch.bfloat16))
     kernel_name = f"torch {torch.__version__}'s varlen kernel"
     assert text == f"rectangles (heads have sinks) in 1 of 3 layers, {kernel_name} in 2 of 3 layers"
 
