@@ -119,16 +119,18 @@ def limit_streams(what: str, max_bytes: int = MAX_BYTES) -> None:
     sys.stdout, sys.stderr = (LimitedStream(text, Budget(max_bytes, what)) for text in streams)
     assert _log is not None
     if stat.S_ISREG(os.fstat(_log.fileno()).st_mode):
-        threading.Thread(target=_watch_log, args=(_log, what, max_bytes), name="size of the log", daemon=True).start()
+        with _Log.lock:
+            start = os.fstat(_log.fileno()).st_size - _Log.written
+        threading.Thread(target=_watch_log, args=(_log, start, what, max_bytes), name="size of the log", daemon=True).start()
 
 
-def _watch_log(log: _Log, what: str, max_bytes: int) -> None:
+def _watch_log(log: _Log, start: int, what: str, max_bytes: int) -> None:
     """Close the log for what is written below Python's streams, once it exceeds max_bytes: at most what is written meanwhile is
     added. A process that was started before keeps its descriptor.
 
+    start: the bytes of the log that were not written through `_Log`, when the count began.
     waits for: the growth of the log, at most _LOOK_S.  unblocked by: the end of the process.
     """
-    start = os.fstat(log.fileno()).st_size - _Log.written
     while True:
         with _Log.lock:
             below = os.fstat(log.fileno()).st_size - start - _Log.written

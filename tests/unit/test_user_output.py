@@ -121,3 +121,24 @@ def test_what_is_written_below_python_does_not_fill_the_disk(tmp_path, way):
     assert len([line for line in lines if line.startswith("log: the worker's own line")]) == 50
     assert "rollout_worker/0 has written more than 1 MB to its output below Python's streams" in text
     assert lines[-2:] == ["log: the last line", "printed, too"]
+
+
+LATE = """
+import os, threading
+from asyncrl.runtime.user_output import limit_streams
+start = threading.Thread.start
+def late(thread):
+    os.write(1, bytes(900_000))  # before the thread has the CPU for the first time
+    start(thread)
+threading.Thread.start = late
+limit_streams("rollout_worker/0", 1_000_000)
+os.write(1, bytes(200_000))
+null = os.stat(os.devnull)
+while not os.path.samestat(os.fstat(1), null):
+    pass
+"""
+
+
+def test_what_is_written_before_the_watch_of_the_log_runs_counts(tmp_path):
+    with (tmp_path / "log").open("ab") as file:
+        subprocess.run([sys.executable, "-c", LATE], stdout=file, stderr=subprocess.STDOUT, check=True, timeout=LIMIT_S)
