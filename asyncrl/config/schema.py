@@ -22,6 +22,7 @@ from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.transports import FILES, TRANSPORTS
 
 AUTO = "auto"  # a value that config/resolve.py chooses
+KEEP_ATTENTION = "attention"  # of train.gradient_checkpointing
 SLOW_BYTES_PER_S = 100e6  # if reading or sending weights and checking them is slower than this, there is a fault
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -43,6 +44,7 @@ _PERIOD = Rule(at_least=0, form=AUTO, form_remedy=f"must be a number of seconds,
 _KEPT = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of checkpoints, or {AUTO}")
 _LIMIT = Rule(above=0, form=AUTO, form_remedy=f"must be a number of seconds, or {AUTO}")
 _SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
+_CHECKPOINTING = Rule(form=f"{AUTO}|{KEEP_ATTENTION}", form_remedy=f"one of true, false, {AUTO}, {KEEP_ATTENTION}")
 _MODEL_WITH_ONE_LABEL = Rule(
     file="model", form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
 )
@@ -405,8 +407,9 @@ class TrainConfig:
     logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
     # Float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
     tf32: bool | str = ruled(False, _SWITCH)
-    # The backward pass recomputes activations | auto: true on a GPU
-    gradient_checkpointing: bool | str = ruled(False, _SWITCH)
+    # true: the backward pass recomputes activations | attention: except the outputs of attention, which stay in memory. Layers with
+    # sinks or a soft cap recompute these, too | auto: true on a GPU
+    gradient_checkpointing: bool | str = ruled(False, _CHECKPOINTING)
     # Layers run as code that torch.compile makes for them when the process starts, which may take minutes. on: refused with tensor
     # ranks (m > 1), with gradient checkpointing where attention runs in rectangles (the log names the kernel), and where the code
     # cannot be made

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, attend, pattern_of
@@ -52,6 +54,20 @@ def _find_varlen() -> Any:
 _varlen_attn = _find_varlen()
 # torch 2.11 gives grouped heads to FlashAttention without asking; later versions want to be told
 _asks_for_gqa = _varlen_attn is not None and "enable_gqa" in signature(_varlen_attn).parameters
+
+
+# For torch.utils.checkpoint: backward recomputes all but the outputs of attention. Layers with sinks or a soft cap recompute them,
+# too, because theirs come from ordinary matrix products
+keep_outputs = partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        *([] if _varlen_attn is None else [torch.ops.torch_attn._varlen_attn.default]),
+    ],
+)
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
 from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
+from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
-from asyncrl.model.attention import reasons_of
+from asyncrl.model.attention import keep_outputs, reasons_of
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -128,7 +128,8 @@ class TrainEngine:
         if train.gradient_checkpointing:
             # The method's name changed within transformers 5; its first argument did not.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
-            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            keeps = {"context_fn": keep_outputs} if train.gradient_checkpointing == KEEP_ATTENTION else {}
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False, **keeps})
             self.model.train()  # transformers needs it for gradient checkpointing; it changes nothing else, as all dropout is 0
         self.optimizer = _make_optimizer(
             self.named_parameters().values(), model.optimizer, fused=uses_gpu_kernels(self.device)

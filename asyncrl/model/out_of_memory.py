@@ -33,7 +33,7 @@ def advice(train: TrainConfig) -> str:
     """What makes a step need less memory, from what costs least time."""
     changes = [
         f"train.max_tokens_per_mb={train.max_tokens_per_mb // 2}",
-        "train.gradient_checkpointing=true" if not train.gradient_checkpointing else "",
+        "train.gradient_checkpointing=true" if train.gradient_checkpointing is not True else "",
         "train.accumulate_unsharded=false" if train.accumulate_unsharded else "",
         f"train.logprob_chunk_tokens={_SMALL_CHUNK}" if train.logprob_chunk_tokens > _SMALL_CHUNK else "",
     ]

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.schema import KEEP_ATTENTION, ExperimentConfig
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
@@ -105,6 +105,8 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     of_layer = budget * value * (_SAVED_HIDDEN * shape.hidden + _SAVED_MLP * shape.mlp_width * shape.experts_per_token)
     of_layer //= split
     entries = budget * shape.hidden * value // split
+    if train.gradient_checkpointing == KEEP_ATTENTION:
+        entries += budget * shape.heads * shape.head_dim * value // split
     kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
     unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {

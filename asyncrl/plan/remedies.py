@@ -143,7 +143,7 @@ def _small_changes(config: ExperimentConfig, rank: RankPlan, excess: int) -> Ite
         budget //= 2
         if budget <= share * train.max_tokens_per_mb:  # memory is at most proportional to the tokens
             yield "train.max_tokens_per_mb", budget
-    if not train.gradient_checkpointing and at_peak.get("activations", 0) > excess:
+    if train.gradient_checkpointing is not True and at_peak.get("activations", 0) > excess:
         yield "train.gradient_checkpointing", True
     if at_peak.get("logits", 0) > excess and train.logprob_chunk_tokens > _SMALLEST_CHUNK:
         yield "train.logprob_chunk_tokens", _SMALLEST_CHUNK

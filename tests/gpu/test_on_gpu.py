@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.processes import ModelConfig
@@ -30,9 +31,7 @@ def model_path(tmp_path_factory):
     return path
 
 
-def test_an_update_is_the_same(model_path):
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(3, 30, 12)
+def make_sample(rng, lengths) -> SequenceSample:
     groups = [
         {
             "packed_input_ids": [rng.integers(0, 64, n)],
@@ -41,12 +40,17 @@ def test_an_update_is_the_same(model_path):
         }
         for n in lengths
     ]
-    sample = SequenceSample.from_groups([f"g{i}" for i in range(len(groups))], groups)
+    return SequenceSample.from_groups([f"g{i}" for i in range(len(groups))], groups)
 
-    def loss_fn(outputs, data, cu_seqlens):
-        mask_T = data["loss_mask"]
-        return -(data["advantages"] * outputs["logprobs"])[mask_T].mean(), {"tokens": mask_T.sum()}
 
+def loss_fn(outputs, data, cu_seqlens):
+    mask_T = data["loss_mask"]
+    return -(data["advantages"] * outputs["logprobs"])[mask_T].mean(), {"tokens": mask_T.sum()}
+
+
+def test_an_update_is_the_same(model_path):
+    rng = np.random.default_rng(0)
+    sample = make_sample(rng, rng.integers(3, 30, 12))
     train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
     weights = {}
     for device in ("cpu", "cuda"):
@@ -90,26 +94,11 @@ async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path, dtype)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own code
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "attention"])
 def test_compiled_layers_give_the_same_update(model_path, checkpointing):
     """In bfloat16, with the varlen kernel within the compiled code, and packed rows of other lengths in the second step."""
     rng = np.random.default_rng(0)
-
-    def loss_fn(outputs, data, cu_seqlens):
-        mask_T = data["loss_mask"]
-        return -(data["advantages"] * outputs["logprobs"])[mask_T].mean(), {"tokens": mask_T.sum()}
-
-    samples = []
-    for count in (12, 5):
-        groups = [
-            {
-                "packed_input_ids": [rng.integers(0, 64, n)],
-                "loss_mask": [np.arange(n) >= 2],
-                "advantages": [rng.normal(size=n).astype(np.float32)],
-            }
-            for n in rng.integers(3, 200, count)
-        ]
-        samples.append(SequenceSample.from_groups([f"g{i}" for i in range(count)], groups))
+    samples = [make_sample(rng, rng.integers(3, 200, count)) for count in (12, 5)]
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps=0)
     norms, logprobs = {}, {}
     for choice in ("off", "on"):
@@ -121,3 +110,32 @@ def test_compiled_layers_give_the_same_update(model_path, checkpointing):
         logprobs[choice] = engine.logprobs(samples[0], temperature=1.0)
     np.testing.assert_allclose(norms["on"], norms["off"], rtol=0.02)
     np.testing.assert_allclose(logprobs["on"], logprobs["off"], atol=0.1)
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts the forward passes of attention, in any kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        self.count += "backward" not in name and ("_varlen_attn" in name or "_scaled_dot_product" in name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_takes_the_kept_outputs_of_attention(model_path):
+    """The gradient of checkpointing and of no checkpointing, with the calls of attention of the latter."""
+    sample = make_sample(np.random.default_rng(0), (700, 30, 1))
+    found = {}
+    for checkpointing in (False, True, "attention"):
+        train = TrainConfig(dtype="bfloat16", gradient_checkpointing=checkpointing)
+        model = ModelConfig("actor", str(model_path), "d1", [0], trainable=True)
+        engine = TrainEngine(model, train, device="cuda:0")
+        with AttentionCalls() as calls:
+            grad_norm = engine.try_step(sample, loss_fn, temperature=1.0)["grad_norm"]
+        found[checkpointing] = calls.count, grad_norm
+    (calls, norm), (twice, _), (kept, of_kept) = found.values()
+    assert (twice, kept) == (2 * calls, calls)
+    assert of_kept == pytest.approx(norm, rel=0.01)

@@ -458,9 +458,10 @@ def run_in_the_middle(rank: int, cell: Cell) -> Outcome | None:
     return None if mesh is None else run_cell(rank, "middle", cell)
 
 
-def test_gradient_checkpointing(ranks, paths):
-    train = replace(MICRO, gradient_checkpointing=True)
-    compare(ranks, Cell(paths["llama"], train=train), ("d2m2", "p2m2"))
+@pytest.mark.parametrize(("choice", "grids"), [(True, ("d2m2", "p2m2")), ("attention", ("d2", "m2", "p2"))])
+def test_gradient_checkpointing(ranks, paths, choice, grids):
+    train = replace(MICRO, gradient_checkpointing=choice)
+    compare(ranks, Cell(paths["llama"], train=train), grids)
 
 
 def test_more_stages_than_two(ranks, paths):

@@ -48,6 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("qwen2", "d2m2", "actor", True, ()),
             ("qwen2", "p2", "critic", False, ()),
             ("llama", "d2r2", "actor", False, ()),
+            ("qwen3", "d1", "actor", "attention", ()),
             ("llama", "m2", "actor", True, pytest.mark.release),
             ("mistral", "p2", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d1", "actor", True, pytest.mark.release),

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -274,7 +275,7 @@ def expected_after_three_steps(model_path):
 
 
 @pytest.mark.parametrize("max_tokens_per_mb", [1, 40, 16384])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True, "attention"])
 def test_any_micro_batch_budget_gives_the_plain_update(
     model_path, expected_after_three_steps, max_tokens_per_mb, gradient_checkpointing
 ):
@@ -289,6 +290,29 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["lr"] == 1e-3
     assert stats["skipped_steps"] == 0
     assert stats["grad_norm"] > 1  # the comparison covers clipping
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts the forward passes of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_takes_the_kept_outputs_of_attention(model_path):
+    def calls_of(choice) -> int:
+        engine = make_engine(model_path, replace(TRAIN, gradient_checkpointing=choice))
+        with AttentionCalls() as calls:
+            engine.train_step(make_sample(), policy_gradient(50.0), temperature=1.0, lr_step=0)
+        return calls.count
+
+    once = calls_of(False)
+    assert (calls_of(True), calls_of("attention")) == (2 * once, once)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it

@@ -39,7 +39,7 @@ class Case:
     model: str
     grid: str
     role: str  # actor | critic | ref
-    checkpointing: bool
+    checkpointing: bool | str
     minibatches: int
     micro_batches: int
     lengths: tuple[int, ...]  # of the sequences of a micro-batch: equal but for the last one, which may be shorter

@@ -131,6 +131,7 @@ FEATURES: dict[str, Feature] = {
     "proximal pass": Feature(how={"ppo.proximal_pass": "always"}),
     "small micro-batches": Feature(how={"max_tokens_per_mb": 16, "logprob_chunk_tokens": 3}),
     "gradient_checkpointing": Feature(how={"gradient_checkpointing": True}),
+    "checkpointing that keeps attention": Feature(how={"gradient_checkpointing": "attention"}),
     "accumulate_unsharded": Feature(how={"accumulate_unsharded": True}),
     "offload of the actor": Feature(how={"offload": ["actor"]}),
     "offload of the reference": Feature(KL, {"offload": ["ref"]}),

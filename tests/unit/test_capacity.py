@@ -392,7 +392,7 @@ def paced(config, *, static=40, of_tokens=1.0, frozen=0):
         * train.max_tokens_per_mb
         / 16384
         / grid.parts(MATRICES)
-        * (0.25 if train.gradient_checkpointing else 1)
+        * {True: 0.25, "attention": 0.5, False: 1}[train.gradient_checkpointing]
     )
     sizes = {
         "optimizer": int(static * GIB * 4 / grid.size),
@@ -424,6 +424,11 @@ def test_remedies_are_the_smallest_changes_that_fit(load):
     ]
     assert remedies(without, partial(paced, of_tokens=100)) == [
         "train.max_tokens_per_mb=4096",
+        "train.gradient_checkpointing=true",
+    ]
+    kept = load("train.gradient_checkpointing=attention")
+    assert remedies(kept, partial(paced, of_tokens=90)) == [
+        "train.max_tokens_per_mb=8192",
         "train.gradient_checkpointing=true",
     ]
     with_ref = load("train.ppo.kl_coef=0.1", "train.gradient_checkpointing=true")

@@ -533,6 +533,7 @@ def test_explicit_values_override_auto(config_file, on_gpu):
         on_gpu=on_gpu,
     )
     assert found == ("float16", "bfloat16", False, True, 77)
+    assert resolved(config_file, "train.gradient_checkpointing=attention", on_gpu=on_gpu)[3] == "attention"
     cpu = "generation.dtype=float32", "train.dtype=float32", "train.gradient_checkpointing=false"
     assert resolved(config_file, *cpu, on_gpu=True)[:4] == ("float32", "float32", True, False)
 
