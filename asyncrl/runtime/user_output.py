@@ -121,7 +121,9 @@ def limit_streams(what: str, max_bytes: int = MAX_BYTES) -> None:
     if stat.S_ISREG(os.fstat(_log.fileno()).st_mode):
         with _Log.lock:
             start = os.fstat(_log.fileno()).st_size - _Log.written
-        threading.Thread(target=_watch_log, args=(_log, start, what, max_bytes), name="size of the log", daemon=True).start()
+        threading.Thread(
+            target=_watch_log, args=(_log, start, what, max_bytes), name="size of the log", daemon=True
+        ).start()
 
 
 def _watch_log(log: _Log, start: int, what: str, max_bytes: int) -> None:
