@@ -47,7 +47,7 @@ def part(parent: Parent, side: str, tokens: int, vocab: int, hidden: int) -> Non
     from asyncrl.model.logprobs import token_logprobs
 
     def asyncrl(hidden_NH: Any, weight: Any, targets: Any) -> Any:
-        chunk_tokens = TrainConfig().logprob_chunk_tokens
+        chunk_tokens = int(TrainConfig().logprob_chunk_tokens)
         return token_logprobs(hidden_NH, weight, targets, temperature=1.0, chunk_tokens=chunk_tokens)
 
     def plain(hidden_NH: Any, weight: Any, targets: Any) -> Any:

@@ -38,6 +38,7 @@ _PATIENT = {  # limits of waits for a process that the user starts
 _SUFFIXES: dict[str, str | tuple[str, ...]] = {"code": ".py", "data": (".jsonl", ".parquet")}
 _SPARE_S = 60.0  # margin between the limit of the last checkpoint and a job's time limit
 _CHUNK_TOKENS = 1024
+_LOGPROB_CHUNK_TOKENS = {False: 1024, True: 8192}  # key: whether the device is a GPU
 _SENDS_OF_A_RESPONSE = 4
 # Base of the limits of loading and starting. In its first start SGLang compiles kernels, and it captures CUDA graphs in each
 _START_S, _START_OF_SGLANG_S = 120.0, 600.0
@@ -151,9 +152,9 @@ def _auto(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     """Resolve `auto` by the device.
 
     CPU: float32, no TF32, no gradient checkpointing, chunks of 1024 tokens. GPU: bfloat16 (trained weights stay float32), TF32,
-    gradient checkpointing, and chunks that deliver the longest response in at most four requests; but a chunk must be generated
-    within `rollout.request_timeout_s` at 16 tokens/s. The chunk size does not delay an update: an interrupted server answers at
-    once with the tokens so far. If a server is lost, the current chunk is lost.
+    gradient checkpointing, logits of 8192 tokens at a time, and chunks that deliver the longest response in at most four requests;
+    but a chunk must be generated within `rollout.request_timeout_s` at 16 tokens/s. The chunk size does not delay an update: an
+    interrupted server answers at once with the tokens so far. If a server is lost, the current chunk is lost.
     """
     on_gpu = facts.on_gpu
     if on_gpu is None:
@@ -170,6 +171,7 @@ def _auto(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
         train=replace(
             train,
             dtype=_chosen(train.dtype, dtype),
+            logprob_chunk_tokens=_chosen(train.logprob_chunk_tokens, _LOGPROB_CHUNK_TOKENS[on_gpu]),
             tf32=_chosen(train.tf32, on_gpu),
             gradient_checkpointing=_chosen(train.gradient_checkpointing, on_gpu),
         ),

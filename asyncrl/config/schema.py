@@ -404,7 +404,9 @@ class TrainConfig:
     # bfloat16: trained weights stay float32 | auto: bfloat16 on a GPU, else float32
     dtype: str = choice("float32", "float32", "bfloat16", AUTO)
     max_tokens_per_mb: int = limited(16384, at_least=1)  # tokens of a micro-batch
-    logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
+    # Number of tokens whose logits are in memory at a time. On a GPU that are at most 2^26 logits: more tokens, fewer words of the
+    # vocabulary | auto: 8192 on a GPU, else 1024
+    logprob_chunk_tokens: int | str = ruled(1024, _CHUNK)
     # Float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
     tf32: bool | str = ruled(False, _SWITCH)
     # true: the backward pass recomputes activations | attention: except the outputs of attention, which stay in memory. Layers with
@@ -790,7 +792,11 @@ class ExperimentConfig:
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO, load_timeout_s=AUTO))
     manager: ManagerConfig = field(default_factory=ManagerConfig)
-    train: TrainConfig = field(default_factory=lambda: TrainConfig(dtype=AUTO, tf32=AUTO, gradient_checkpointing=AUTO))
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            dtype=AUTO, logprob_chunk_tokens=AUTO, tf32=AUTO, gradient_checkpointing=AUTO
+        )
+    )
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -162,7 +162,7 @@ class TrainEngine:
             model.kind,
             autocast=self._compute_dtype,
             hidden_dtype=self._compute_dtype or dtype,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            chunk_tokens=int(self.train.logprob_chunk_tokens),
         )
         if model.kind == "lm" and weights.has_values:
             with architecture_errors(model.path):
@@ -200,7 +200,7 @@ class TrainEngine:
             autocast=None if by_fsdp else self._compute_dtype,
             tensor=tensor,
             hidden_dtype=self._compute_dtype or dtype,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            chunk_tokens=int(self.train.logprob_chunk_tokens),
         )
         stage.logits = logits
         filler = sharding.Filler(

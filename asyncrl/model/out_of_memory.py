@@ -12,7 +12,6 @@ import torch
 from asyncrl.config.schema import TrainConfig
 
 _GIB = 1 << 30
-_SMALL_CHUNK = 1024  # tokens of a block of logits; fewer cost time
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -35,7 +34,6 @@ def advice(train: TrainConfig) -> str:
         f"train.max_tokens_per_mb={train.max_tokens_per_mb // 2}",
         "train.gradient_checkpointing=true" if train.gradient_checkpointing is not True else "",
         "train.accumulate_unsharded=false" if train.accumulate_unsharded else "",
-        f"train.logprob_chunk_tokens={_SMALL_CHUNK}" if train.logprob_chunk_tokens > _SMALL_CHUNK else "",
     ]
     return (
         f"Use {' or '.join(filter(None, changes))}, or more ranks in the allocation. `asyncrl-launch plan` of this config "

@@ -22,6 +22,7 @@ from asyncrl.plan.shapes import ModelShape
 
 _FLOAT = 4  # bytes
 _LOGIT_BYTES = 10  # of one logit in the loss: two float32 copies and one in train.dtype
+_BLOCK_LOGITS = 1 << 26  # the most at a time on a GPU, as in model/logprobs.py
 # Values that the backward pass of a layer needs of a token, per hidden unit and per unit of the MLP
 _SAVED_HIDDEN, _SAVED_MLP = 12, 4
 
@@ -108,10 +109,11 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     if train.gradient_checkpointing == KEEP_ATTENTION:
         entries += budget * shape.heads * shape.head_dim * value // split
     kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
+    logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split
     unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {
         "activations": kept * trains + of_layer,
-        "logits": min(train.logprob_chunk_tokens, budget) * shape.vocab * _LOGIT_BYTES // split,
+        "logits": _LOGIT_BYTES * min(logits, _BLOCK_LOGITS),
         "gathered": 2
         * value
         * (shape.layer_parameters + shape.vocab * shape.hidden)

@@ -145,7 +145,7 @@ def _small_changes(config: ExperimentConfig, rank: RankPlan, excess: int) -> Ite
             yield "train.max_tokens_per_mb", budget
     if train.gradient_checkpointing is not True and at_peak.get("activations", 0) > excess:
         yield "train.gradient_checkpointing", True
-    if at_peak.get("logits", 0) > excess and train.logprob_chunk_tokens > _SMALLEST_CHUNK:
+    if at_peak.get("logits", 0) > excess and int(train.logprob_chunk_tokens) > _SMALLEST_CHUNK:
         yield "train.logprob_chunk_tokens", _SMALLEST_CHUNK
     if waiting := _waiting_roles(config, rank):
         yield "train.offload", waiting

@@ -5,6 +5,7 @@ A plan extrapolates from two micro-batches and two minibatches; the measured ste
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, TrainConfig
+from asyncrl.config.schema import AUTO, ExperimentConfig, PromptSourceConfig, TrainConfig
 from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training, run_tasks
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.testing.tiny import make_tiny_model
@@ -138,6 +139,19 @@ def test_a_run_is_planned_from_its_config(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(PlanError, match=r"actor, stage 0 .* cannot be planned: .*model_path"):
         plan_training(config, device_type="cuda")
+
+
+def test_more_tokens_in_a_block_of_logits_need_no_more_memory_on_a_gpu(model: Path, tmp_path: Path) -> None:
+    """A block has fewer words then. So the default of a GPU is a fixed one."""
+    large = json.loads((model / "config.json").read_text()) | {"vocab_size": 1 << 17}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    logits = {}
+    for tokens in (AUTO, 1024):
+        train = TrainConfig(batch_size=32, dtype="bfloat16", logprob_chunk_tokens=tokens)
+        config = ExperimentConfig(model_path=str(tmp_path), allocation="transformers.d1+d1", train=train)
+        (plan,) = plan_training(config)
+        (logits[tokens],) = (step.kinds["logits"] for step in plan.steps if step.mfc == "actor_train")
+    assert 8 << 26 < logits[AUTO] <= logits[1024] < 16 << 26
 
 
 def test_inference_of_a_pipeline_needs_less_than_training_however_many_micro_batches_it_has(model: Path) -> None:

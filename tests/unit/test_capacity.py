@@ -23,6 +23,7 @@ from asyncrl.launch.checks import checklist
 from asyncrl.launch.checks.checklist import Case, Check
 from asyncrl.launch.checks.gpus import Gpu
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.model.logprobs import _BLOCK_LOGITS
 from asyncrl.plan import ranks
 from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
 from asyncrl.plan.capacity import gib, placed_models, plan_run
@@ -495,6 +496,11 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
         assert allocation.generation.replica_size in (1, 2, 4)
     with pytest.raises(PlanError, match="--gpus 1: no layout with the engine of allocation=sglang"):
         search_layouts(load(), 1, TOY, planner)
+
+
+def test_an_estimate_has_the_block_of_logits_of_a_gpu(load):
+    (rank,) = estimate_ranks(resolve(load(), Facts(on_gpu=True)))
+    assert rank.at_peak["logits"] == 10 * _BLOCK_LOGITS[True]
 
 
 def test_ranks_of_layouts_that_differ_only_in_their_servers_are_planned_once(load, monkeypatch):

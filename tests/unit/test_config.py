@@ -489,6 +489,7 @@ def resolved(file, *overrides, on_gpu):
         train.tf32,
         train.gradient_checkpointing,
         config.rollout.new_tokens_per_chunk,
+        train.logprob_chunk_tokens,
     )
 
 
@@ -496,10 +497,11 @@ def resolved(file, *overrides, on_gpu):
 def test_without_a_gpu_auto_equals_the_defaults(config_file, max_new_tokens):
     """Float32, no TF32, no checkpointing, 1024 tokens per chunk: results on a CPU do not depend on `auto`."""
     found = resolved(config_file, f"rollout.sampling.max_new_tokens={max_new_tokens}", on_gpu=False)
-    assert found == ("float32", "float32", False, False, 1024)
+    assert found == ("float32", "float32", False, False, 1024, 1024)
     train = TrainConfig()
     assert found[:2] == (GenerationConfig().dtype, train.dtype)
-    assert found[2:] == (train.tf32, train.gradient_checkpointing, RolloutConfig().new_tokens_per_chunk)
+    assert found[2:4] == (train.tf32, train.gradient_checkpointing)
+    assert found[4:] == (RolloutConfig().new_tokens_per_chunk, train.logprob_chunk_tokens)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +518,7 @@ def test_without_a_gpu_auto_equals_the_defaults(config_file, max_new_tokens):
 def test_with_a_gpu_auto_selects_values_for_gpus(config_file, max_new_tokens, request_timeout_s, chunk):
     """Chunks are so large that a response takes at most four requests, unless one would take longer than request_timeout_s."""
     length = f"rollout.sampling.max_new_tokens={max_new_tokens}", f"rollout.request_timeout_s={request_timeout_s}"
-    assert resolved(config_file, *length, on_gpu=True) == ("bfloat16", "bfloat16", True, True, chunk)
+    assert resolved(config_file, *length, on_gpu=True) == ("bfloat16", "bfloat16", True, True, chunk, 8192)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -529,10 +531,11 @@ def test_explicit_values_override_auto(config_file, on_gpu):
         "train.tf32=false",
         "train.gradient_checkpointing=true",
         "rollout.new_tokens_per_chunk=77",
+        "train.logprob_chunk_tokens=9",
         "rollout.sampling.max_new_tokens=32768",
         on_gpu=on_gpu,
     )
-    assert found == ("float16", "bfloat16", False, True, 77)
+    assert found == ("float16", "bfloat16", False, True, 77, 9)
     assert resolved(config_file, "train.gradient_checkpointing=attention", on_gpu=on_gpu)[3] == "attention"
     cpu = "generation.dtype=float32", "train.dtype=float32", "train.gradient_checkpointing=false"
     assert resolved(config_file, *cpu, on_gpu=True)[:4] == ("float32", "float32", True, False)
@@ -547,6 +550,7 @@ def test_explicit_values_override_auto(config_file, on_gpu):
             "rollout.new_tokens_per_chunk=many",
             "rollout.new_tokens_per_chunk='many': must be a number of tokens, or auto",
         ),
+        ("train.logprob_chunk_tokens=0", "train.logprob_chunk_tokens=0: must be at least 1"),
         ("rollout.new_tokens_per_chunk=0", "rollout.new_tokens_per_chunk=0: must be at least 1"),
     ],
 )
