@@ -328,6 +328,7 @@ def test_compiled_layers_give_the_plain_update(model_path, expected_after_three_
 @pytest.mark.release  # the compiler for a CPU takes a minute
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own use of it
 def test_code_of_inductor_gives_the_plain_update(model_path, expected_after_three_steps):
     engine = make_engine(model_path, TRAIN)
     compile_checked(engine, "actor", 1e-4)
