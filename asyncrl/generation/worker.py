@@ -111,7 +111,8 @@ class GenerationServer(Worker):
     def _open_fetched(self, directory: Directory) -> FetchedWeights:
         info = self.info
         run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host)
-        fetcher = WeightFetcher(fetch_folder(self._config.fetch_dir), run, logger=self.logger)
+        folder = fetch_folder(self._config.fetch_dir)
+        fetcher = WeightFetcher(folder, run, host=info.runtime.host, logger=self.logger)
         return FetchedWeights(fetcher, lambda: self._source(directory))
 
     async def _source(self, directory: Directory) -> str:

@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -101,14 +102,14 @@ class Flaky:
             def do_GET(self) -> None:
                 asked = urllib.request.Request(f"{source.removesuffix('/weights')}{self.path}")
                 wanted = self.headers.get("Range", "")
-                if wanted:
-                    asked.add_header("Range", wanted)
+                for name in {"Range", "Asyncrl-Offer"} & set(self.headers):
+                    asked.add_header(name, self.headers[name])
                 with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
                     body, status, headers = answer.read(), answer.status, answer.headers
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
-                if "Content-Range" in headers:
-                    self.send_header("Content-Range", headers["Content-Range"])
+                for name in {"Content-Range", "Asyncrl-Fetch-From"} & set(headers):
+                    self.send_header(name, headers[name])
                 self.end_headers()
                 if self.path.endswith(".safetensors"):
                     flaky.requests.append(wanted)
@@ -144,12 +145,12 @@ def test_a_host_fetches_a_version_once(actor: Path, source: str, fetcher: Callab
         thread.join(LIMIT_S)
     assert len(found) == 3
     assert len(set(found)) == 1
-    assert sum(one.fetched_bytes for one in servers) == num_bytes
+    assert sum(one.fetched_bytes.total() for one in servers) == num_bytes
     verify_version(found[0], FIRST)
     assert found[0].stat().st_mode & 0o077 == 0 or found[0].parent.parent.stat().st_mode & 0o077 == 0
     other_host = fetcher("run-1-on-another-host")
     other_host.fetch(elsewhere, FIRST, source, LIMIT_S)
-    assert other_host.fetched_bytes == num_bytes
+    assert other_host.fetched_bytes.total() == num_bytes
 
 
 def test_who_sees_the_very_version_fetches_nothing(
@@ -158,13 +159,13 @@ def test_who_sees_the_very_version_fetches_nothing(
     num_bytes = make_version(actor, FIRST)
     one = fetcher()
     assert one.fetch(actor / str(FIRST), FIRST, source, LIMIT_S) == actor / str(FIRST)
-    assert one.fetched_bytes == 0
+    assert one.fetched_bytes.total() == 0
 
     stale = tmp_path / "old" / "weights" / "actor"  # the same name with other weights: the remains of an earlier run
     make_version(stale, FIRST, numbers=400_000)
     there = one.fetch(stale / str(FIRST), FIRST, source, LIMIT_S)
     assert there != stale / str(FIRST)
-    assert one.fetched_bytes == num_bytes
+    assert one.fetched_bytes.total() == num_bytes
 
 
 def test_what_breaks_off_goes_on_where_it_was(actor: Path, source: str, fetcher: Callable[..., WeightFetcher]) -> None:
@@ -174,7 +175,7 @@ def test_what_breaks_off_goes_on_where_it_was(actor: Path, source: str, fetcher:
     there = one.fetch(Path("/no"), FIRST, flaky.url, LIMIT_S)
     flaky.close()
     verify_version(there, FIRST)
-    assert one.fetched_bytes == num_bytes  # no byte twice
+    assert one.fetched_bytes.total() == num_bytes  # no byte twice
     assert flaky.requests[0] == ""
     starts = [int(wanted.removeprefix("bytes=").rstrip("-")) for wanted in flaky.requests[1:]]
     assert starts == sorted(set(starts))
@@ -208,7 +209,7 @@ def test_a_killed_process_leaves_its_part_to_the_next(
     one = fetcher()
     there = one.fetch(Path("/no"), FIRST, source, LIMIT_S)
     verify_version(there, FIRST)
-    assert num_bytes // 3 < one.fetched_bytes < num_bytes * 2 // 3
+    assert num_bytes // 3 < one.fetched_bytes.total() < num_bytes * 2 // 3
     flaky._server.socket.close()
 
 
@@ -251,7 +252,7 @@ def test_a_source_that_is_away_is_waited_for_within_the_limit(
 def test_a_fetch_is_repeated_only_after_an_error_that_may_pass(error: Exception, repeated: bool) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
-    source = _Source("http://127.0.0.1:1/v", 10.0, lambda: False, clock)
+    source = _Source("http://127.0.0.1:1/v", 10.0, lambda: False, clock, Counter())
     if repeated:
         assert source._pause(0.2, error) == 0.4
     else:
@@ -343,7 +344,7 @@ def test_strangers_get_nothing_and_the_runs_own_do(actor: Path, fetcher: Callabl
             assert refused.value.code == 401
         one = fetcher()
         one.fetch(Path("/no"), FIRST, url, LIMIT_S)
-        assert one.fetched_bytes == num_bytes
+        assert one.fetched_bytes.total() == num_bytes
         files.close()
 
 

@@ -18,6 +18,7 @@ HTTP: dict[str, dict[str, str]] = {
         "POST /release_memory_occupation": "gserver_manager",
         "POST /resume_memory_occupation": "gserver_manager",
         "POST /fetch_weights": "gserver_manager",
+        "GET /weights/{version}/{file}": "generation_server",
         "POST /update_weights_from_disk": "gserver_manager",
         "POST /abort_request": "user",
         "POST /flush_cache": "user",
