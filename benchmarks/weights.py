@@ -1,6 +1,7 @@
 """Weights from the trainer to serving, over the disk and over the network, beside moving the same bytes without further work.
 
-    python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--receivers 1 4 16] [--folder DIR] [--write-baseline]
+    python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--receivers 1 4 16] [--hosts 1 3 7] [--hosts-mb 256]
+                                 [--folder DIR] [--write-baseline]
 
 asyncrl: from the call that writes a version (shards, checksums, fsync, rename) until the server serves it. The gserver manager
 verifies the version and has the generation server load and echo it. Manager and server are real, in their own processes; the
@@ -14,6 +15,9 @@ raw_gloo: one broadcast of the same bytes in torch.distributed's gloo, between t
 receivers: one broadcast of the smallest size to this many servers, from the trainer's memory until all have loaded, without a
 manager. frozen: the same with one of them stopped (SIGSTOP), until the others have loaded in a second broadcast; and the longest
 time between two steps of a computation in the trainer's process meanwhile.
+hosts: one version of hosts-mb to this many hosts without the run's folder: processes with folders of their own, over loopback. The
+ratio is the time until the last one has it, over one plain copy of the files through a socket. source_copies: how often the source
+has sent the version. On loopback all hosts share the cores, so the ratio grows with their number; source_copies does not.
 
 `value` is asyncrl's seconds per GB at the largest size, over the disk. `phases` splits them: write (trainer), verify (manager),
 load (server: verify again, copy into the model, echo), rest (messages between them).
@@ -61,6 +65,7 @@ SIZES_MB = (64, 256, 1024)
 PERCENTS = (1, 3, 100)
 DELTAS = tuple(f"delta_{percent}" for percent in PERCENTS)
 RECEIVERS = (1, 4, 16)
+HOSTS = (1, 3, 7)
 SIDES = ("asyncrl", *DELTAS, "copy_fsync", "broadcast", "raw_gloo")
 PHASES = ("write", "verify", "load", "rest")
 _START_LIMIT_S = 120.0
@@ -165,6 +170,30 @@ def part_raw_receiver(parent: Parent, *, address: str, num_bytes: int) -> None:
     while parent.receive() is not None:
         group.broadcast([buffer]).wait()
         parent.send(received_at=time.monotonic())
+
+
+def part_host(parent: Parent, *, folder: str, source: str, run: str) -> None:
+    """A host without the run's folder. For each message it fetches a version, or takes a plain copy from a port."""
+    import logging
+
+    from asyncrl.protocol.versions import WeightVersion
+    from asyncrl.weights.fetch import WeightFetcher
+
+    logging.basicConfig()
+    fetcher = WeightFetcher(Path(folder), run, host="127.0.0.1", logger=logging.getLogger())
+    parent.send(ready=True)
+    while (message := parent.receive()) is not None:
+        if (port := message.get("copy")) is not None:
+            with socket.create_connection(("127.0.0.1", port)) as sock, (Path(folder) / "copy").open("wb") as file:
+                while some := sock.recv(1 << 20):
+                    file.write(some)
+            parent.send(done=True)
+        else:
+            before = fetcher.fetched_bytes.copy()
+            version = WeightVersion(1, message["version"])
+            fetcher.fetch(Path("/no/such/folder"), version, source, _PUBLISH_LIMIT_S)
+            parent.send(fetched=(fetcher.fetched_bytes - before)[f"{source}/{version}"])
+    fetcher.close()
 
 
 def raw_group(address: str, rank: int) -> Any:
@@ -466,6 +495,51 @@ def measure_receivers(args: argparse.Namespace, folder: Path, count: int) -> dic
         return found
 
 
+def measure_hosts(args: argparse.Namespace, folder: Path, count: int) -> dict[str, float]:
+    """Time of a version to `count` hosts over that of a plain copy, and how often the source has sent it. Medians of rounds."""
+    from asyncrl.protocol.versions import WeightVersion
+    from asyncrl.weights.fetch import WeightFiles
+    from asyncrl.weights.versions import publish_folder
+
+    actor, model = folder / "actor", folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(os.urandom(args.hosts_mb * 1_000_000))
+    files = WeightFiles(actor, host="127.0.0.1")
+    source, ratios, copies = files.start(), [], []
+    with contextlib.ExitStack() as opened:
+        opened.callback(files.close)
+        hosts = [
+            opened.enter_context(children(__file__, "host", folder=str(folder), source=source, run=f"h{number}"))[0]
+            for number in range(count)
+        ]
+        for host in hosts:
+            host.receive(_START_LIMIT_S)
+        for number in range(args.rounds):
+            copy_s = plain_copy(hosts[0], model / "model.safetensors")
+            version = WeightVersion(1, number)
+            publish_folder(actor / str(version), source_dir=model, version=version, fsync=False)
+            began = time.monotonic()
+            for host in hosts:
+                host.send(version=number)
+            sent = sum(host.receive(_PUBLISH_LIMIT_S)["fetched"] for host in hosts)
+            ratios.append((time.monotonic() - began) / copy_s)
+            copies.append(sent / args.hosts_mb / 1e6)
+            shutil.rmtree(actor / str(version))
+    return {"ratio": round(statistics.median(ratios), 2), "source_copies": round(statistics.median(copies), 2)}
+
+
+def plain_copy(host: Child, path: Path) -> float:
+    """Seconds of one copy of a file to a host, through a socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, path.open("rb") as file:
+        began = time.monotonic()
+        host.send(copy=listener.getsockname()[1])
+        with listener.accept()[0] as connection:
+            connection.sendfile(file)
+        host.receive(_PUBLISH_LIMIT_S)
+        return time.monotonic() - began
+
+
 def make_model(folder: Path, size_mb: int, dtype: str) -> None:
     """A Qwen2 model of about size_mb with random weights, and a tokenizer."""
     import torch
@@ -504,13 +578,15 @@ def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"sizes": [8], "receivers": [1, 2]})
+    options = parser(__doc__.split("\n")[0], quick={"sizes": [8], "receivers": [1, 2], "hosts": [3], "hosts_mb": 8})
     options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_MB), help="MB of weights")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options.add_argument(
         "--folder", default=None, help="folder on the file system to measure (default: a temporary folder)"
     )
     options.add_argument("--receivers", type=int, nargs="+", default=list(RECEIVERS), help="numbers of servers")
+    options.add_argument("--hosts", type=int, nargs="+", default=list(HOSTS), help="numbers of hosts that fetch")
+    options.add_argument("--hosts-mb", type=int, default=256, help="MB of the version that hosts fetch")
     args = options.parse_args()
     found: dict[int, tuple[Rounds, Publisher]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -537,11 +613,19 @@ def main() -> None:
             say(args, f"{count} receivers of {args.sizes[0]} MB")
             spread[str(count)] = measure_receivers(args, Path(folder) / "receivers", count)
             shutil.rmtree(Path(folder) / "receivers")
-    report(args, found, spread)
+        hosts = {}
+        for count in args.hosts:
+            say(args, f"{count} hosts fetch {args.hosts_mb} MB")
+            hosts[str(count)] = measure_hosts(args, Path(folder) / "hosts", count)
+            shutil.rmtree(Path(folder) / "hosts")
+    report(args, found, spread, hosts)
 
 
 def report(
-    args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]], spread: dict[str, dict[str, float]]
+    args: argparse.Namespace,
+    found: dict[int, tuple[Rounds, Publisher]],
+    spread: dict[str, dict[str, float]],
+    hosts: dict[str, dict[str, float]],
 ) -> None:
     rows, shares, cases, phases, deltas = [], [], {}, {}, {}
     ratio: dict[str, dict[str, float]] = {"copy_fsync": {}, "raw_gloo": {}}
@@ -573,6 +657,13 @@ def report(
         ["", *columns],
         [[count, *(one.get(column, "") for column in columns)] for count, one in spread.items()],
     )
+    table(
+        args,
+        "hosts that fetch",
+        ["", "ratio", "source copies"],
+        [[count, *one.values()] for count, one in hosts.items()],
+    )
+    ratio["plain_copy"] = {f"{count} hosts": one["ratio"] for count, one in hosts.items()}
     last = f"{args.sizes[-1]}MB"
     finish(
         args,
@@ -585,11 +676,14 @@ def report(
         phases=phases,
         deltas=deltas,
         receivers=spread,
+        hosts=hosts,
         dtype=args.dtype,
         peers_missing=[],
     )
 
 
 if __name__ == "__main__":
-    if not run_part({"server": part_server, "manager": part_manager, "raw_receiver": part_raw_receiver}):
+    if not run_part(
+        {"server": part_server, "manager": part_manager, "raw_receiver": part_raw_receiver, "host": part_host}
+    ):
         sys.exit(main())

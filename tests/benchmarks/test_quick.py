@@ -104,6 +104,7 @@ def check_weights(result: dict[str, Any]) -> None:
     assert result["receivers"].keys() == {"1", "2"}
     assert result["receivers"]["2"]["frozen_s"] < 15.0  # half of the limit
     assert result["receivers"]["2"]["longest_step_s"] < 2.0
+    assert 1.9 < result["hosts"]["3"]["source_copies"] < 2.1
 
 
 def check_train_step(result: dict[str, Any]) -> None:
