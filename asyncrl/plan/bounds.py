@@ -42,6 +42,11 @@ class TimeBound(msgspec.Struct, frozen=True):
     response_tokens: int
     running: int  # requests of a server at the same time, at their mean length: the prompt and half of the response; 0: no servers
 
+    @property
+    def bottleneck(self) -> str:
+        """The side that is expected to take longer."""
+        return "generation" if self.expected_generation_s > self.expected_training_s else "training"
+
 
 @dataclass(frozen=True)
 class Placed:

@@ -1,6 +1,5 @@
 """The plan of a run, by hand-computed numbers: sizes of models, servers, times, processes that do not fit, remedies, layouts."""
 
-import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -24,13 +23,14 @@ from asyncrl.launch.checks.checklist import Case, Check
 from asyncrl.launch.checks.gpus import Gpu
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.model.logprobs import _BLOCK_LOGITS
-from asyncrl.plan import ranks
+from asyncrl.plan import bounds, ranks
+from asyncrl.plan import layouts as layouts_module
 from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
 from asyncrl.plan.capacity import gib, placed_models, plan_run
 from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
 from asyncrl.plan.estimate import estimate_ranks
 from asyncrl.plan.generation import plan_server, sglang_memory_fraction
-from asyncrl.plan.layouts import search_layouts
+from asyncrl.plan.layouts import better_split, search_layouts
 from asyncrl.plan.remedies import MOST_PLANS, changed, find_remedies
 from asyncrl.plan.result import Collective, ModelStep, PlanError, RankPlan
 from asyncrl.plan.shapes import ModelShape
@@ -482,12 +482,15 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
 
     layouts = search_layouts(load(), 8, DEVICES["h100-80g"], planner)
     grids = {allocation.rpartition("+")[2] for allocation in planned}
-    assert len(grids) == 2  # two that fit are enough
+    assert (len(grids), len(planned)) == (
+        1,
+        2,
+    )  # two that fit are enough: one grid of training with d2 and with m2 as servers
     most = len(planned)
     assert [layout.planned for layout in layouts] == [True] * most + [False] * (len(layouts) - most)
     assert all(layout.fits for layout in layouts[:most])
-    times = [layout.step_s for layout in layouts[most:]]
-    assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times))
+    times = [float(f"{layout.time.expected_step_s:.2g}") for layout in layouts[most:]]
+    assert times == sorted(times)
     for layout in layouts:
         allocation = Allocation.parse(layout.allocation)
         assert allocation.num_devices == 8
@@ -539,6 +542,68 @@ def test_layouts_with_one_training_grid_agree_and_only_planned_ones_say_that_the
         line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")[2].strip() for line in out.splitlines() if "sglang." in line
     ]
     assert (code, set(states)) == (0, {"hardly", "no", "not planned"})
+
+
+def test_a_layout_that_hardly_fits_comes_behind_a_slower_one_and_does_not_end_the_search(load):
+    device = DEVICES["h100-80g"]
+
+    def plan_ranks(config):
+        found = estimate_ranks(config)
+        fastest = allocation_of(config).num_training_devices == 6
+        return [msgspec.structs.replace(each, peak=75 * GIB if fastest else 40 * GIB) for each in found]
+
+    layouts = search_layouts(load(), 8, device, lambda config: plan_run(config, device, plan_ranks))
+    planned = [layout for layout in layouts if layout.planned]
+    assert [layout.tight for layout in planned] == sorted(layout.tight for layout in planned)
+    assert planned[-1].tight
+    assert planned[-1].time.expected_step_s < planned[0].time.expected_step_s
+    assert len({layout.allocation.rpartition("+")[2] for layout in planned if not layout.tight}) == 2
+
+
+@pytest.mark.parametrize(
+    ("allocation", "training", "side", "found", "tried"),
+    [
+        (
+            "sglang.d4+d4",
+            1.0,
+            "generation",
+            "sglang.d5p1m1+d3p1m1",
+            1,
+        ),  # 3.3 s of training instead of 3.75 s of generation
+        ("sglang.d6+d2", 8.0, "training", "sglang.d2p1m1+d6p1m1", 1),  # 13.3 s instead of 40; d1+d7: 15 s of generation
+        ("sglang.d2m2+d2p2", 8.0, "training", "sglang.d1p1m2+d3p2m1", 1),
+        ("sglang.d6+d2", 0.2, "generation", None, 1),  # d7+d1 would take 2.1 s instead of 2.5, but does not fit
+        ("sglang.d4+d4", 1.4, "generation", None, 0),  # balanced
+        ("sglang.d2@0-1+d6@2-7", 1.0, "generation", None, 0),
+    ],
+)
+def test_the_split_that_would_help_is_planned_and_fits(load, monkeypatch, allocation, training, side, found, tried):
+    """The bounds on N GPUs: 4 * training / N s of training, 12 / N s of generation. A single GPU cannot train."""
+
+    def plan_ranks(config):
+        size = allocation_of(config).num_training_devices
+        flops = int(TOY.flops * training * 4 / size)
+        peak = 79 * GIB if size == 1 else GIB
+        return [replace_steps(rank(parameters=peak), [step(flops)])]
+
+    planned = []
+    monkeypatch.setattr(layouts_module, "estimate_ranks", plan_ranks)
+    monkeypatch.setattr(bounds, "generation_time", lambda config, shape, server, *_: 12 / server.count / server.gpus)
+
+    def planner(config):
+        planned.append(config.allocation)
+        return plan_run(config, TOY, plan_ranks)
+
+    config = load(f"allocation={allocation}")
+    plan = planner(config)
+    split = better_split(config, plan, TOY, planner)
+    assert plan.time.bottleneck == side
+    assert (split.allocation if split is not None else None) == found
+    if split is not None:
+        assert split.planned
+        assert split.time.expected_step_s < plan.time.expected_step_s
+        assert planned[-1] == found
+    assert len(planned) == 1 + tried
 
 
 def test_layouts_that_do_not_fit_come_last(load):
@@ -675,10 +740,27 @@ def test_the_command_takes_a_mean_response(file, monkeypatch, capsys):
         for mean in ("256", "1024"):
             code, out = call(capsys, file, "--gpu", "h100-80g", "--json", *words, "--mean-response", mean)
             report = msgspec.json.decode(out, type=PlanReport)
-            times.append(report.plan.time.step_s if report.plan else max(layout.step_s for layout in report.layouts))
+            times.append(
+                report.plan.time.step_s if report.plan else max(layout.time.step_s for layout in report.layouts)
+            )
         assert times[0] < times[1]
     assert call(capsys, file, "--mean-response", "1025")[0] == 2
     assert call(capsys, file, "--mean-response", "-1")[0] == 2
+
+
+def test_the_command_names_the_bottleneck_and_the_split_that_would_help(file, monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_training", lambda config, known: estimate_ranks(config))
+    small = (file, "--gpu", "h100-80g", "train.max_tokens_per_mb=2048", "allocation=sglang.d6+d2")
+    report = msgspec.json.decode(call(capsys, *small, "--json")[1], type=PlanReport)
+    split = report.split
+    assert split.planned
+    assert split.time.expected_step_s < report.plan.time.expected_step_s
+    code, out = call(capsys, *small)
+    text = " ".join(out.split())
+    assert (code, "the bottleneck is training" in text) == (0, True)
+    assert f"{split.allocation} would be better balanced: expected" in text
+    code, out = call(capsys, *small, f"allocation={split.allocation}")
+    assert (code, "the bottleneck is" in out, "better balanced" in out) == (0, True, False)
 
 
 def test_the_command_searches_layouts(file, monkeypatch, capsys):

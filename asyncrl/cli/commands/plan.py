@@ -17,9 +17,10 @@ from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.experiment import draft_experiment
+from asyncrl.plan.bounds import TimeBound
 from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES
-from asyncrl.plan.layouts import Layout, search_layouts
+from asyncrl.plan.layouts import Layout, better_split, search_layouts
 from asyncrl.plan.ranks import plan_training
 from asyncrl.plan.remedies import Remedy, find_remedies
 from asyncrl.plan.result import KINDS, PlanError, RankPlan
@@ -53,6 +54,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     fits: bool
     plan: RunPlan | None = None  # null with --gpus
     remedies: list[Remedy] = []
+    split: Layout | None = None  # another division of the GPUs between servers and training, with a shorter step
     layouts: list[Layout] = []  # with --gpus
 
 
@@ -90,14 +92,16 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
             report = PlanReport(any(layout.planned and layout.fits for layout in layouts), layouts=layouts)
         else:
             found = planner(config)
-            report = PlanReport(found.fits, found, find_remedies(config, found, planner) if not found.fits else [])
+            remedies = find_remedies(config, found, planner) if not found.fits else []
+            split = better_split(config, found, device, planner, mean_response=mean) if found.fits else None
+            report = PlanReport(found.fits, found, remedies, split)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     console.width = min(console.width, _WIDEST)
     if arguments.json:
         print_json(report)
     elif report.plan is not None:
-        _print_plan(report.plan, report.remedies, console, assumed=_assumed(mean, longest))
+        _print_plan(report.plan, report, console, assumed=_assumed(mean, longest))
     else:
         _print_layouts(report.layouts, console, assumed=_assumed(mean, longest))
     return 0 if report.fits else FAILED
@@ -110,7 +114,7 @@ def _assumed(mean: int, longest: int) -> str:
     return f"if every response has the maximum of {longest:,} tokens (--mean-response assumes fewer)"
 
 
-def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console, *, assumed: str) -> None:
+def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed: str) -> None:
     _say(console, f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
     if plan.ranks:
         console.print(_memory_table(plan))
@@ -125,13 +129,20 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console, *, 
         f"with {_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
         "sheet",
     )
-    beside = f", generation {_seconds(time.expected_generation_s)}" if plan.server is not None else ""
     shares = reached(plan.device)
     _say(
         console,
-        f"expected: {_seconds(time.expected_step_s)} (training {_seconds(time.expected_training_s)}{beside}), if training reaches "
-        f"{shares.training:.0%} of the peak and generation {shares.generation:.0%}: {shares.source}",
+        f"expected: {_expected(time, plan.server is not None)}, if training reaches {shares.training:.0%} of the peak and "
+        f"generation {shares.generation:.0%}: {shares.source}",
     )
+    if plan.server is not None and plan.ranks:
+        _say(console, f"the bottleneck is {time.bottleneck}")
+    if (split := report.split) is not None:
+        _say(
+            console,
+            f"{split.allocation} would be better balanced: expected {_expected(split.time, True)}, "
+            f"{gib(split.peak)} on the fullest GPU",
+        )
     if plan.ranks:
         say(console, f"upper bound of the MFU of training: {time.mfu:.0%}")
     for shortage in plan.shortages:
@@ -141,15 +152,20 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console, *, 
             console,
             f"{shortage.process}{others} {word}: at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}",
         )
-    for remedy in remedies:
+    for remedy in report.remedies:
         say(
             console,
             f"fits with {' '.join(remedy.overrides)}: {gib(remedy.peak)} on the fullest of {remedy.num_devices} GPUs",
         )
-    if not plan.fits and not remedies:
+    if not plan.fits and not report.remedies:
         say(console, "no change of a few fields was found that fits: use GPUs with more memory, or a smaller model")
     if plan.fits:
         say(console, f"fits: the fullest GPU needs at least {gib(plan.peak)}")
+
+
+def _expected(time: TimeBound, generates: bool) -> str:
+    beside = f", generation {_seconds(time.expected_generation_s)}" if generates else ""
+    return f"{_seconds(time.expected_step_s)} (training {_seconds(time.expected_training_s)}{beside})"
 
 
 def _memory_table(plan: RunPlan) -> FittedTable:
@@ -205,8 +221,9 @@ def _print_layouts(layouts: Sequence[Layout], console: Console, *, assumed: str)
     for layout in layouts[:_SHOWN_LAYOUTS]:
         planned = "no" if not layout.fits else "hardly" if layout.tight else "yes"
         fits = planned if layout.planned else "not planned"
-        times = (layout.expected_step_s, layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
-        rows.append((layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak)))
+        time = layout.time
+        times = (time.expected_step_s, time.step_s, time.training_s, time.receiving_s, time.generation_s)
+        rows.append((layout.allocation, fits, *map(_three_digits, times), gib(layout.peak)))
     numbers = ("expected s", "step s", "training s", "receiving s", "generation s", "fullest GPU")
     right = [Column(name, "optional" if name == "receiving s" else "whole", "right") for name in numbers]
     console.print(
@@ -238,4 +255,9 @@ def _number(value: float) -> str:
 
 
 def _seconds(time: float) -> str:
-    return f"{time:.3g} s"
+    return f"{_three_digits(time)} s"
+
+
+def _three_digits(value: float) -> str:
+    """Rounded, without an exponent: 2,620."""
+    return f"{float(f'{value:.3g}'):,g}"
