@@ -12,8 +12,10 @@ import msgspec
 from asyncrl.config.engines import traits_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
+from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of
+from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.bounds import Placed, TimeBound, time_bound
 from asyncrl.plan.devices import GPUS_PER_HOST, Device, library_bytes
 from asyncrl.plan.generation import ServerPlan, plan_server
@@ -24,6 +26,7 @@ from asyncrl.plan.shapes import ModelShape
 RankPlanner = Callable[[ExperimentConfig], list[RankPlan]]
 
 GIB = 1 << 30
+_RECEIVED_BUCKETS = 2  # of other ranks, at the sender of a broadcast (model/held_weights.py)
 TIGHT_SHARE = 0.9  # a process that needs more than this share of its GPU is reported: fragmentation is not counted
 
 
@@ -68,8 +71,8 @@ class RunPlan(msgspec.Struct, frozen=True):
         return max(needed, default=0)
 
     def needed(self, rank: RankPlan) -> int:
-        """Bytes of the rank's GPU: the largest of step, load and export, and the libraries."""
-        return max(rank.peak, rank.load_peak, rank.export_peak) + self.libraries
+        """Bytes of the rank's GPU: the largest of step, load and export, the buckets of a broadcast, and the libraries."""
+        return max(rank.peak, rank.load_peak, rank.export_peak) + rank.broadcast + self.libraries
 
 
 def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, *, mean_response: int = 0) -> RunPlan:
@@ -78,7 +81,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, 
     allocation = allocation_of(config)
     shape = ModelShape.of(config.model_path)
     server = plan_server(config, shape, device)
-    ranks = plan_ranks(config) if mode_of(config.mode).trains else []
+    ranks = list(_with_buckets(config, plan_ranks(config), shape)) if mode_of(config.mode).trains else []
     shared = bool(allocation.shared_workers)
     # On shared devices the server's process keeps its context during training's turn
     libraries = library_bytes(communicates=allocation.num_training_devices > 1) * (2 if shared else 1)
@@ -96,6 +99,30 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, 
         shortages=[],
     )
     return msgspec.structs.replace(plan, shortages=list(_shortages(plan)))
+
+
+def _with_buckets(config: ExperimentConfig, ranks: Sequence[RankPlan], shape: ModelShape) -> Iterator[RankPlan]:
+    """Count the buckets of a broadcast over NCCL. Every rank of the actor copies its own buckets to its GPU, one after another.
+    The first rank sends them to the servers, so it is planned apart from its like; it also receives those of other ranks."""
+    weights = config.weights
+    if not mode_of(config.mode).updates_servers or not forms_nccl_groups(
+        weights.transport, weights.broadcast_backend, on_gpu=True
+    ):
+        yield from ranks
+        return
+    value = DTYPE_BYTES[config.train.dtype]
+    # A tensor that is larger than a bucket has one of its own
+    bucket = min(max(weights.bucket_bytes, shape.largest_tensor * value), shape.parameters * value)
+    placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
+    sender, *others = placements[0].workers
+    for rank in ranks:
+        rest = [worker for worker in rank.stands_for if worker != sender]
+        if len(rest) < len(rank.stands_for):
+            held = bucket * (1 + _RECEIVED_BUCKETS * bool(others))
+            yield msgspec.structs.replace(rank, worker=sender, stands_for=[sender], broadcast=held)
+        if rest:
+            held = bucket * (rest[0] in others)
+            yield msgspec.structs.replace(rank, worker=rest[0], stands_for=rest, broadcast=held)
 
 
 def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str, Placed]:
@@ -129,7 +156,9 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
         needed = plan.needed(rank)
         if needed > TIGHT_SHARE * plan.memory:
             moment, parts = _fullest(rank)
-            text = f"{parts_text([*parts.items(), ('libraries', plan.libraries)])} {moment}"
+            text = (
+                f"{parts_text([*parts.items(), ('libraries', plan.libraries), ('broadcast', rank.broadcast)])} {moment}"
+            )
             names = [f"model_worker/{worker}" for worker in rank.stands_for]
             yield Shortage(f"model_worker/{rank.worker}", names, needed, plan.memory, text)
     server = plan.server
@@ -141,7 +170,8 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
         names = [f"generation_server/{index}" for index in range(server.count)]
         beside = "reserve" if takes_all else "libraries"
         parts = {"weights": server.weights, "KV cache": server.cache}
-        parts[beside] = server.memory - server.weights - server.cache
+        parts["received weights"] = server.received
+        parts[beside] = server.memory - sum(parts.values())
         yield Shortage(names[0], names, server.memory, plan.memory, parts_text(list(parts.items())))
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig, generating_sources
+from asyncrl.config.transports import transport_of
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.devices import Device, library_bytes
@@ -33,6 +34,7 @@ class ServerPlan(msgspec.Struct, frozen=True):
     count: int  # servers
     gpus: int  # of each server
     weights: int
+    received: int  # of the next version, which the embedded engine receives by broadcast beside the weights in use; 0: it does not
     kv_token: int  # KV cache of one token
     block_tokens: int
     blocks: int  # that fit under the engine's limit of memory
@@ -40,7 +42,7 @@ class ServerPlan(msgspec.Struct, frozen=True):
     requests: int  # of this length that fit at the same time
     max_requests: int  # generation.max_running_requests
     cache: int  # all blocks; at least one request, which SGLang needs
-    # Weights, cache, CUDA's libraries, and the reserve of SGLang for activations and graphs.
+    # Weights, received ones, cache, CUDA's libraries, and the reserve of SGLang for activations and graphs.
     memory: int
 
     @property
@@ -70,6 +72,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     generation, tensor = config.generation, allocation.generation.replica_size
     value = DTYPE_BYTES[generation.dtype]
     weights = shape.parameters_of_rank(tensor) * value
+    received = weights * (allocation.traits.is_embedded and transport_of(config.weights.transport).from_memory)
     kv_token = shape.kv_values_per_token(tensor) * value
     libraries = library_bytes(communicates=tensor > 1)
     tokens = request_tokens(config, shape)
@@ -89,6 +92,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
         count=allocation.num_servers,
         gpus=tensor,
         weights=weights,
+        received=received,
         kv_token=kv_token,
         block_tokens=block,
         blocks=blocks,
@@ -96,7 +100,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
         requests=blocks // -(-tokens // block),
         max_requests=_number(generation.server_args, "max-running-requests", generation.max_running_requests),
         cache=cache,
-        memory=weights + cache + beside,
+        memory=weights + received + cache + beside,
     )
 
 

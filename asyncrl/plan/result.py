@@ -62,6 +62,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     load_peak: int  # bytes while the models are loaded, one after another
     export_peak: int  # bytes while the actor's weights are exported; 0 if the worker exports nothing
     peak_in: str = ""  # MFC and moment of `peak`; "": between MFCs
+    broadcast: int = 0  # bytes of the buckets that it holds while weights are broadcast from its GPU
 
 
 class PlanError(ValueError):

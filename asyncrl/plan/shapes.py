@@ -121,6 +121,11 @@ class ModelShape:
         return self._attention + 2 * self.hidden + self._mlp(self.experts)
 
     @property
+    def largest_tensor(self) -> int:
+        """The parameters of the largest tensor of a checkpoint."""
+        return self.hidden * max(self.vocab, self.mlp_width, self.dense_width, self.heads * self.head_dim)
+
+    @property
     def replicated_parameters(self) -> int:
         """The parameters that every tensor rank holds whole: norms, biases behind row-parallel layers, routers."""
         norms = self.num_layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm) + self.hidden

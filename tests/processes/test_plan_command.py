@@ -73,7 +73,9 @@ def test_the_layouts_of_two_gpus_are_planned_and_those_that_fit_come_first(plann
     assert [layout.fits for layout in report.layouts] == [
         layout.peak <= DEVICES["toy"].memory for layout in report.layouts
     ]
-    assert report.layouts[0].time.training_s < report.layouts[1].time.training_s  # of those that fit, the fastest comes first
+    assert (
+        report.layouts[0].time.training_s < report.layouts[1].time.training_s
+    )  # of those that fit, the fastest comes first
 
 
 @pytest.mark.release

@@ -381,6 +381,34 @@ def test_a_server_that_does_not_fit(load):
     assert shortage.text == "KV cache 68.4 GiB, weights 14.2 GiB, libraries 0.6 GiB"
 
 
+def test_the_buckets_of_a_broadcast_are_counted(load):
+    """The embedding has 152,064 * 3,584 parameters in bfloat16, more than weights.bucket_bytes."""
+    bucket, libraries = 2 * 152_064 * 3584, library_bytes(communicates=True)
+    of_set = lambda config: [rank(optimizer=GIB)]  # noqa: E731
+    plan = plan_run(load("weights.transport=broadcast"), TOY, of_set)
+    assert [(each.worker, each.stands_for, each.broadcast) for each in plan.ranks] == [
+        (0, [0], 3 * bucket),  # it sends one of its own, and receives into two
+        (1, [1, 2, 3], bucket),
+    ]
+    assert [plan.needed(each) for each in plan.ranks] == [GIB + libraries + count * bucket for count in (3, 1)]
+    tight = plan_run(load("weights.transport=broadcast"), TOY, lambda config: [rank(optimizer=69 * GIB)])
+    (shortage,) = tight.shortages
+    assert (shortage.stands_for, "broadcast 3.0 GiB" in shortage.text) == (["model_worker/0"], True)
+    roomy = plan_run(load("weights.transport=broadcast", "weights.bucket_bytes=2000000000"), TOY, of_set)
+    assert roomy.ranks[1].broadcast == 2 * 10**9
+    for none in ("weights.transport=disk", "weights.broadcast_backend=gloo"):
+        assert plan_run(load("weights.transport=broadcast", none), TOY, of_set).ranks == of_set(None)
+
+
+def test_an_embedded_engine_holds_the_weights_that_it_receives_beside_those_in_use(load):
+    shape, overrides = ModelShape.from_config(QWEN_7B), ("allocation=transformers.d2+d4", "generation.num_blocks=100")
+    from_disk = plan_server(load(*overrides), shape, TOY)
+    broadcast = plan_server(load(*overrides, "weights.transport=broadcast"), shape, TOY)
+    assert broadcast.memory == from_disk.memory + 2 * 7_615_616_512
+    assert broadcast.weights == from_disk.weights
+    assert plan_server(load("weights.transport=broadcast"), shape, TOY).received == 0  # SGLang loads each bucket
+
+
 # ---------------------------------------------------------------------------------------------------------------- remedies
 
 

@@ -174,7 +174,8 @@ def _memory_table(plan: RunPlan) -> FittedTable:
     rows = []
     for rank in plan.ranks:
         sizes = (plan.needed(rank), rank.peak, rank.load_peak, rank.export_peak)
-        found = [(kind, rank.at_peak.get(kind, 0)) for kind in kinds] + [("libraries", plan.libraries)]
+        found = [(kind, rank.at_peak.get(kind, 0)) for kind in kinds]
+        found += [("libraries", plan.libraries), ("broadcast", rank.broadcast)]
         parts = ", ".join(
             f"{kind} {_number(size / GIB)}" for kind, size in found if size >= _SHOWN_SHARE * plan.needed(rank)
         )
@@ -188,7 +189,9 @@ def _memory_table(plan: RunPlan) -> FittedTable:
 
 def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
     rows = []
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
+        if number and rank.steps == ranks[number - 1].steps:  # a sender of weights, and its like
+            continue
         for step in rank.steps:
             moved = ", ".join(
                 f"{name} {calls.count:,}, {_number(calls.bytes / GIB)}" for name, calls in step.collectives.items()
