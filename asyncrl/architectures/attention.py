@@ -96,8 +96,8 @@ def read_attention(model: PreTrainedModel, path: object) -> list[LayerAttention]
     what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
     device = next(model.parameters()).device
     inputs: dict[str, Any] = {"input_ids": torch.zeros((1, 2), dtype=torch.int64, device=device)}
-    if device.type == "meta":  # without a mask, transformers would look at the values of the positions
-        inputs["attention_mask"] = torch.ones((1, 2), dtype=torch.int64, device=device)
+    if device.type == "meta":  # transformers looks at the values of a mask; without one, at those of the positions
+        inputs["attention_mask"] = torch.ones((1, 2), dtype=torch.int64)
     calls: list[LayerAttention] = []
 
     def attend(

@@ -15,7 +15,7 @@ places in all rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -234,15 +234,25 @@ def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Seg
 def _in_rectangles(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.rectangles:
         return value_TKV.repeat_interleave(query_THD.shape[1] // value_TKV.shape[1], 1)
+
+    def compute(query_BWHD: Tensor, key_BWKD: Tensor, value_BWKV: Tensor) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (query_BWHD, key_BWKD, value_BWKV))
+        return _causal(query, key, value, terms).transpose(1, 2)
+
+    return in_rectangles(compute, [query_THD, key_TKD, value_TKV], segments)
+
+
+def in_rectangles(compute: Callable[..., Tensor], packed: Sequence[Tensor], segments: Segments) -> Tensor:
+    """Apply a causal computation to each rectangle. packed: [T, ...] each. compute: its arguments and its result are [B, W, ...].
+    Returns [T, ...]."""
     sizes = [rows * width for rows, width in segments.rectangles]
     split = [
         _Scatter.apply(t, segments.places, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
-        for t in (query_THD, key_TKD, value_TKV)
+        for t in packed
     ]
     outputs = []
-    for (rows, width), *parts in zip(segments.rectangles, *split, strict=True):
-        q, k, v = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        outputs.append(_causal(q, k, v, terms).transpose(1, 2).flatten(0, 1))
+    for shape, *parts in zip(segments.rectangles, *split, strict=True):
+        outputs.append(compute(*(part.unflatten(0, shape) for part in parts)).flatten(0, 1))
     gathered: Tensor = _Gather.apply(torch.cat(outputs), segments.places)  # type: ignore[no-untyped-call]
     return gathered
 

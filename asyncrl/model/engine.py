@@ -56,6 +56,7 @@ from asyncrl.model.pipeline import (
     train_micro_batches,
 )
 from asyncrl.model.sharding import local_tensor
+from asyncrl.model.states import keep_apart
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class TrainEngine:
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
         self.why_rectangles: list[str] = []  # of each layer's attention; "": it runs in the varlen kernel
+        self.with_state: list[str] = []  # the modules that carry a state from token to token
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self._float32 = self.trainable or model.float32
@@ -155,6 +157,7 @@ class TrainEngine:
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
             self.why_rectangles = reasons_of(read_attention(whole, model.path), self.device, self.dtype)
+        self.with_state = keep_apart(whole)
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -183,6 +186,7 @@ class TrainEngine:
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
             self.why_rectangles = reasons_of(read_attention(skeleton.model, model.path), self.device, self.dtype)
+        self.with_state = keep_apart(skeleton.model)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()

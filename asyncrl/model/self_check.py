@@ -63,6 +63,8 @@ def load_checked(
     engine = TrainEngine(model, train, mesh=mesh, device=device)
     entered("self-check")
     logger.info("attention of %s: %s", model.name, kernels_text(engine.why_rectangles))
+    if engine.with_state:
+        logger.info("%s computes %d layers with a state by sequence", model.name, len(engine.with_state))
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)
@@ -78,6 +80,8 @@ def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
     why = ""
     if engine.num_tensor_ranks > 1:
         why = "its layers are split over tensor ranks"
+    elif engine.with_state:
+        why = f"{engine.with_state[0]} carries a state from token to token, which compiled layers are not shown to compute"
     elif engine.train.gradient_checkpointing and any(engine.why_rectangles):
         why = f"with gradient checkpointing, attention in rectangles cannot be: {kernels_text(engine.why_rectangles)}"
     else:

@@ -440,7 +440,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
         elif module is output_layer:
             for parameter in module.parameters():
                 skeleton.split[id(parameter)] = 0
-        elif style in (None, "replicated_with_grad_allreduce"):
+        elif style in (None, "replicated_with_grad_allreduce", "colwise_gather_output"):  # every rank computes it whole
             continue
         elif style == "colwise" and isinstance(module, nn.Linear):
             for parameter in module.parameters():

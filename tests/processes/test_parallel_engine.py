@@ -229,11 +229,23 @@ def run_in_parts(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 def gradients(rank: int, grid: str, cell: Cell) -> dict[str, np.ndarray]:
-    """The summed gradient of each parameter, for a grid without stages. Collective."""
+    """The summed gradient of each parameter of this rank's stage. Collective."""
     engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
     engine.try_step(part_of(engine, sample), Loss(10.0), temperature=0.7)
     grads = {name: parameter.grad for name, parameter in engine.named_parameters().items()}
     return {name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).numpy() for name, grad in grads.items()}
+
+
+def logprobs_and_gradients(rank: int, grid: str, cell: Cell) -> dict[str, np.ndarray]:
+    """The gradients, and by its id each sequence's logprobs that this rank has. Collective."""
+    engine = make_engine(grid, cell.path, cell.kind, cell.train)
+    part = part_of(engine, make_sample(cell.lengths))
+    found = infer(engine, part)
+    logprobs = {}
+    if found is not None:
+        lengths = [cell.lengths[int(name.removeprefix("g"))] for name in part.ids]
+        logprobs = dict(zip(part.ids, np.split(found, np.cumsum(lengths)[:-1]), strict=True))
+    return logprobs | gradients(rank, grid, cell)
 
 
 def run_cells(rank: int, grid: str, cells: list[Cell]) -> list[Outcome]:
@@ -443,6 +455,25 @@ def test_families_whose_matrices_can_be_split(ranks, tmp_path, family):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", pytest.param("bamba", marks=pytest.mark.release)])
+def test_layers_with_a_state(ranks, tmp_path, family, checkpointing):
+    """Sequences that share a row have the logprobs and give the gradients that they give one by one."""
+    save_with_noise(family, str(tmp_path))
+    expected = logprobs_and_gradients(0, "", Cell(str(tmp_path), train=replace(TRAIN, max_tokens_per_mb=1)))
+    cell = Cell(str(tmp_path), train=replace(MICRO, gradient_checkpointing=checkpointing))
+    ranks.run(make_meshes)
+    for grid in ("d1", "d2", "m2", "p2", "d2p2m2") if family == "qwen3_5_text" else ("d1", "d2"):
+        size = ParallelGrid.parse(grid).size
+        found = [logprobs_and_gradients(0, "", cell)]
+        if size > 1:
+            found = ranks.run(logprobs_and_gradients, grid, cell, num_ranks=size)
+        assert {name for one in found for name in one} == expected.keys()
+        for name, value in ((name, value) for one in found for name, value in one.items()):
+            most = np.abs(expected[name]).max()
+            np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5 * most, err_msg=f"{grid} {name}")
 
 
 def test_ranks_in_the_middle_of_a_larger_world(ranks, paths):

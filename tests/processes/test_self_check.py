@@ -34,7 +34,7 @@ from asyncrl.generation import self_check as generation_check
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.model import attention, self_check
+from asyncrl.model import attention, self_check, states
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import load_config
@@ -172,10 +172,31 @@ def test_the_error_names_the_first_layer_that_mixes_sequences(tmp_path: Path, mo
         train(path)
 
 
-def test_recurrent_layers_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"linear_attn \(Qwen3NextGatedDeltaNet\)") as error:
-        train(make(tmp_path, "qwen3_next"))
+def test_layers_with_a_state_are_refused_by_name_if_they_do_not_learn_the_segments(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mamba \(JambaMambaMixer\)") as error:
+        train(make(tmp_path, "jamba"))
     assert figure(error) > 10 * BOUND
+
+
+def test_a_state_that_runs_on_into_the_next_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path, "qwen3_next")
+    train(path)
+    whole_row = states.Segments.of
+    monkeypatch.setattr(
+        states, "in_rectangles", lambda compute, packed, _: _as_one_sequence(compute, packed, whole_row)
+    )
+    with pytest.raises(ConfigError, match=r"linear_attn \(Qwen3NextGatedDeltaNet\)") as error:
+        train(path)
+    assert figure(error) > 10 * BOUND
+
+
+def _as_one_sequence(compute: Any, packed: Any, segments_of: Any) -> torch.Tensor:
+    return attention.in_rectangles(compute, packed, segments_of([len(packed[0])]))
+
+
+def test_layers_with_a_state_are_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"linear_attn carries a state.*use off"):
+        train(make(tmp_path, "qwen3_next"), compile="on")
 
 
 def test_attention_that_is_not_replaceable_is_refused(tmp_path: Path) -> None:
@@ -396,13 +417,13 @@ def save_config(path: Path, family: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("family", "state"), [("llama", "ok"), ("qwen3_next", "fail")])
+@pytest.mark.parametrize(("family", "state"), [("llama", "ok"), ("jamba", "fail")])
 def test_check_judges_a_large_architecture_in_a_process_of_its_own(family: str, state: str, tmp_path: Path) -> None:
     config = ExperimentConfig(model_path=save_config(tmp_path, family))
     (finding,) = judge_architecture(config)
     assert (finding.name, finding.state) == ("architecture", state)
     if state == "fail":
-        assert "Qwen3NextGatedDeltaNet" in finding.value
+        assert "JambaMambaMixer" in finding.value
 
 
 @pytest.mark.parametrize(

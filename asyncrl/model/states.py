@@ -1,0 +1,49 @@
+"""Layers that carry a state from token to token, over a packed row: every sequence begins with an empty state.
+
+Convolutions, linear attention and state space models compute a token from the tokens before it in their row. `keep_apart` replaces
+the forward pass of such a module. Sequences of similar length become the rows of a rectangle, padded behind their ends, as in
+attention.py, and the module computes each rectangle as a batch. A causal module reads no padding behind a sequence, so each row is
+what the module computes for its sequence alone. A module is taken to carry a state if it has a convolution of its own, as all such
+layers of transformers have. The layer around it must pass the segments of the row on to it. The self-check (self_check.py) refuses
+a model in which one of the two does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from asyncrl.architectures.attention import backbone_of
+from asyncrl.model.attention import Segments, in_rectangles
+
+
+def keep_apart(model: PreTrainedModel) -> list[str]:
+    """Make each module with a state compute the sequences of a packed row separately. Returns the names of these modules."""
+    found = [
+        (name, module)
+        for name, module in backbone_of(model).named_modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+    ]
+    for _, module in found:
+        module.forward = partial(_separately, module.forward)
+    return [name for name, _ in found]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles differ from pass to pass, and so would the code
+def _separately(
+    forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, segments: Segments | None = None, **options: Any
+) -> Tensor:
+    """forward: of the module. hidden_states: [1, T', H], the sequences and then padding, whose outputs are zeros."""
+    if segments is None or not segments.rectangles:
+        return forward(hidden_states, *args, **options)
+    num_tokens, num_all = segments.num_tokens, hidden_states.shape[1]
+    output_TH = in_rectangles(
+        lambda rows_BWH: forward(rows_BWH, *args, **options), [hidden_states[0, :num_tokens]], segments
+    )
+    return pad(output_TH, (0, 0, 0, num_all - num_tokens))[None]
