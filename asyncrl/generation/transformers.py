@@ -40,6 +40,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.scheduler import Scheduler
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
@@ -64,6 +65,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.generation.self_check import check_decoding, check_small_copy, prompt_lengths
+from asyncrl.generation.states import RequestStates, Row
 from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.generation import FinishReason, SamplingParams
 from asyncrl.protocol.versions import WeightVersion
@@ -149,6 +151,8 @@ class _Runner(ModelRunner):
 
     sampling_args: _SamplingArgs
     plan_dtype: torch.dtype | None  # None: another attention implementation is used
+    states: RequestStates
+    scheduler: Scheduler
 
     def compute_batch(self, model: Any, batch_data: Any) -> None:
         """The inputs of a pass are written on the thread's stream, the pass runs on a stream of its own. Without this wait, which
@@ -167,7 +171,8 @@ class _Runner(ModelRunner):
     ) -> None:
         if self.plan_dtype is not None:
             self._plan_attention(batch_data)
-        logits_NV = model(**batch_data).logits[0]
+        with self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext():
+            logits_NV = model(**batch_data).logits[0]
         if "logits_to_keep" not in batch_data:
             logits_NV = logits_NV[batch_data["logits_indices"]]
         args = batch_data["logits_processor_args"]
@@ -181,6 +186,16 @@ class _Runner(ModelRunner):
         num_rows = tokens_N.shape[0]
         output_ids[0, :num_rows].copy_(tokens_N)
         output_ids[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads row 1 back as float32
+
+    def _rows(self) -> tuple[list[Row], set[str]]:
+        """The tokens of the pass, and the keys of all requests that are not done."""
+        batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
+        rows = [
+            # prepare_batch_tensors has added this pass's queries to the offset
+            Row(item.state.request_id, item.state.position_offset - item.query_length, item.query_length)
+            for item in batch
+        ]
+        return rows, {*self.scheduler.active_requests, *self.scheduler.waiting_requests}
 
     def _plan_attention(self, batch_data: dict[str, Any]) -> None:
         batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
@@ -222,11 +237,13 @@ class _Manager(ContinuousBatchingManager):
         config: ContinuousBatchingConfig,
         *,
         padded: Sequence[LayerAttention],
+        states: RequestStates,
         on_pass: Callable[[int, int], None],
         trace: Tracer,
     ) -> None:
         """padded: the model's attention layers; empty: another implementation than padded_attention.py is used."""
         self._padded, self._on_pass, self._trace = padded, on_pass, trace
+        self._states = states
         with _full_attention(model.config.get_text_config(), padded):
             super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
         self._sampling_args = _SamplingArgs()
@@ -252,6 +269,7 @@ class _Manager(ContinuousBatchingManager):
             )
             runner.sampling_args = self._sampling_args
             runner.plan_dtype = self.model.dtype if self._padded else None
+            runner.states, runner.scheduler = self._states, processor.scheduler
             processor.model_runner = runner
         return processor
 
@@ -359,7 +377,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                     vocab_size=self._vocab_size,
                     lengths=lengths,
                     bits=torch.finfo(self._model.dtype).bits,
-                    sharing=self._config.prefix_sharing and self._config.interrupt != "in_place",
+                    sharing=self._shares_prefixes,
                 )
         except (ValueError, EngineFailed) as error:
             raise self._cannot_run(error) from error
@@ -403,6 +421,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             ) from error
         self._model = model.to(self.weights_device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
+        self._states = RequestStates(self._model)
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
         self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
         text_config = self._model.config.get_text_config()
@@ -420,6 +439,11 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._opened.push_async_callback(self._stop)
         self._manager.start()
 
+    @property
+    def _shares_prefixes(self) -> bool:
+        """With in_place, pages of the old weights remain after an update. A state is not kept by page."""
+        return self._config.prefix_sharing and self._config.interrupt != "in_place" and not self._states.names
+
     def _make_manager(self, padded: Sequence[LayerAttention]) -> _Manager:
         config = self._config
         manager = _Manager(
@@ -429,8 +453,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 num_blocks=config.num_blocks,
                 max_batch_tokens=config.max_batch_tokens,
                 max_requests_per_batch=config.max_running_requests,
-                allow_block_sharing=config.prefix_sharing
-                and config.interrupt != "in_place",  # with in_place, pages of the old weights remain after an update
+                allow_block_sharing=self._shares_prefixes,
                 return_logprobs=True,
                 seed=self._seed,
                 use_async_batching=False,  # with a pass in flight, the version of a token would not be known exactly
@@ -438,6 +461,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 auto_switch_to_flash=False,
             ),
             padded=padded,
+            states=self._states,
             on_pass=self._count_pass,
             trace=self._trace,
         )

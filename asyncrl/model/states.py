@@ -3,9 +3,8 @@
 Convolutions, linear attention and state space models compute a token from the tokens before it in their row. `keep_apart` replaces
 the forward pass of such a module. Sequences of similar length become the rows of a rectangle, padded behind their ends, as in
 attention.py, and the module computes each rectangle as a batch. A causal module reads no padding behind a sequence, so each row is
-what the module computes for its sequence alone. A module is taken to carry a state if it has a convolution of its own, as all such
-layers of transformers have. The layer around it must pass the segments of the row on to it. The self-check (self_check.py) refuses
-a model in which one of the two does not hold.
+what the module computes for its sequence alone. The layer around the module must pass the segments of the row on to it, or the
+self-check (self_check.py) refuses the model.
 """
 
 from __future__ import annotations
@@ -15,24 +14,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.attention import backbone_of
+from asyncrl.architectures.states import modules_with_state
 from asyncrl.model.attention import Segments, in_rectangles
 
 
 def keep_apart(model: PreTrainedModel) -> list[str]:
     """Make each module with a state compute the sequences of a packed row separately. Returns the names of these modules."""
-    found = [
-        (name, module)
-        for name, module in backbone_of(model).named_modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
-    ]
-    for _, module in found:
+    modules = modules_with_state(model)
+    for module in modules.values():
         module.forward = partial(_separately, module.forward)
-    return [name for name, _ in found]
+    return list(modules)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles differ from pass to pass, and so would the code

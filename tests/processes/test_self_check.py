@@ -31,6 +31,7 @@ from asyncrl.cli.architecture_check import Task, check_architecture, judge_archi
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TrainConfig
 from asyncrl.generation import self_check as generation_check
+from asyncrl.generation import states as generation_states
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
@@ -291,6 +292,19 @@ async def test_the_engine_finds_decoding_that_is_not_the_forward_pass(
     await sample(path)
     fault(monkeypatch)
     with pytest.raises(ConfigError, match=re.escape(f"model_path={str(path)!r}")) as error:
+        await sample(path)
+    assert figure(error) > 10 * BOUND
+
+
+@pytest.mark.parametrize("fault", ["forgotten", "swapped"])
+async def test_the_engine_finds_a_state_that_is_not_the_requests_own(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, go_on = make(tmp_path, "qwen3_5_text"), generation_states._go_on
+    await sample(path)
+    wrong = {"forgotten": lambda *_: None, "swapped": lambda layer, states: go_on(layer, states[::-1])}[fault]
+    monkeypatch.setattr(generation_states, "_go_on", wrong)
+    with pytest.raises(ConfigError, match="was decoded with another logprob") as error:
         await sample(path)
     assert figure(error) > 10 * BOUND
 
