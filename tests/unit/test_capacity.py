@@ -30,11 +30,12 @@ from asyncrl.plan.capacity import gib, placed_models, plan_run
 from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
 from asyncrl.plan.estimate import estimate_ranks
 from asyncrl.plan.generation import plan_server, sglang_memory_fraction
+from asyncrl.plan.host import plan_host
 from asyncrl.plan.layouts import better_split, search_layouts
 from asyncrl.plan.remedies import MOST_PLANS, changed, find_remedies
 from asyncrl.plan.result import Collective, ModelStep, PlanError, RankPlan
 from asyncrl.plan.shapes import ModelShape
-from asyncrl.plan.speeds import REACHED
+from asyncrl.plan.speeds import LOAD_BYTES, REACHED
 from tests.pages import ROOT
 
 GIB = 1 << 30
@@ -285,7 +286,7 @@ def test_the_time_of_generation(load):
 
 def test_the_expected_time_is_the_bound_over_the_share_that_real_steps_reach(load):
     ranks = [replace_steps(rank(parameters=1), [step(10**15)])]
-    for name, training in (("h100-80g", 0.4), ("h200-141g", 0.31)):
+    for name, training in (("h100-80g", 0.4), ("h200-141g", 0.3)):
         for eta, together in ((1, max), (0, lambda *times: sum(times))):
             time = plan_run(load(f"manager.max_head_offpolicyness={eta}"), DEVICES[name], lambda config: ranks).time
             assert time.expected_training_s == pytest.approx(time.training_s / training)
@@ -297,7 +298,11 @@ def test_the_share_of_the_h200_is_the_measured_one():
     record = json.loads((ROOT / "benchmarks/gpu/2026-11-27.json").read_text())
     cases = {entry["case"]: entry["seconds"] for entry in record["step"]}
     device = DEVICES["h200-141g"]
-    for case, flops, share in (("1.7B", 5.742e14, REACHED[device.name].training), ("0.6B", 3.429e14, 0.23)):  # planned
+    (step_s,) = [entry for entry in record["second"]["step"] if entry["name"] == "1.7B, 16k, checkpointing: step"]
+    assert round(step_s["planned"] / step_s["value"], 2) == REACHED[device.name].training
+    loads = [entry["note"] for entry in record["second"]["generate"] if entry["name"].startswith("load_weights")]
+    assert min(float(note.partition(" ")[0]) for note in loads) == LOAD_BYTES / 1e9
+    for case, flops, share in (("1.7B", 5.742e14, 0.31), ("0.6B", 3.429e14, 0.23)):  # planned
         measured = cases[f"{case}, 2 x 16384 tokens, no checkpointing"]
         assert round(flops / device.flops / measured, 2) == share
     assert set(REACHED) <= set(DEVICES)
@@ -407,6 +412,26 @@ def test_an_embedded_engine_holds_the_weights_that_it_receives_beside_those_in_u
     assert broadcast.memory == from_disk.memory + 2 * 7_615_616_512
     assert broadcast.weights == from_disk.weights
     assert plan_server(load("weights.transport=broadcast"), shape, TOY).received == 0  # SGLang loads each bucket
+
+
+def test_the_main_memory_of_the_fullest_host(load):
+    parameters = 7_615_616_512
+    host = plan_host(load("manager.max_head_offpolicyness=1"))
+    assert host.num_hosts == 1
+    assert host.parts["a checkpoint"] == 12 * parameters
+    assert host.parts["weight versions"] == 2 * parameters
+    assert host.parts["SGLang"] == 2 * 2 * GIB
+    of_token = 8 + 4 + 1 + 1 + 8 + 4 + 4 + 1
+    assert host.parts["trajectories"] == 2 * 16 * 8 * (512 + 1024) * of_token  # two batches of groups of 8
+    assert host.memory == sum(host.parts.values())
+    assert (host.read, host.read_by_process) == ((2 + 4) * 2 * parameters, 2 * parameters)
+    apart = plan_host(load("allocation=sglang.d4m2+d8"))  # the servers fill the first host
+    assert (apart.num_hosts, "SGLang" in apart.parts, apart.parts["a checkpoint"]) == (2, False, 12 * parameters)
+    split = plan_host(load("allocation=sglang.d4+d12"))
+    assert split.parts["a checkpoint"] == 12 * parameters * 8 // 12
+    frozen = plan_host(load("train.ppo.kl_coef=0.1", "train.offload=[ref]"))
+    each = 2 * parameters / 4 / (256 << 20)
+    assert frozen.parts["ref, offloaded"] == 4 * -(-each // 1) * (256 << 20)
 
 
 # ---------------------------------------------------------------------------------------------------------------- remedies
@@ -729,6 +754,14 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
     assert "estimate of a train step if every response has the maximum of 1,024 tokens" in " ".join(out.split())
     assert "if training reaches 40% of the peak and generation 80%: training from published runs" in " ".join(
         out.split()
+    )
+    text = " ".join(out.split())
+    assert (
+        f"main memory of the fullest host of 1: about {gib(report.host.memory)} (a checkpoint 85.1 GiB, weight versions"
+        in text
+    )
+    assert (
+        "loading at the start: a process reads at most 14.2 GiB, expected 6.62 s at 2.3 GB/s (measured for the" in text
     )
     code, out = call(capsys, file, "--gpu", "h100-80g", "allocation=sglang.d2+d8")
     assert code == 0

@@ -4,8 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from asyncrl.cli import doctor
+from asyncrl.config.processes import ModelConfig
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
@@ -14,11 +16,16 @@ from asyncrl.config.schema import (
     RefConfig,
     RewardModelConfig,
     TrainConfig,
+    WeightsConfig,
 )
 from asyncrl.launch.checks.checklist import Case
 from asyncrl.launch.checks.gpus import Gpu
-from asyncrl.launch.checks.memory import ModelSize, estimate, too_little_memory
+from asyncrl.launch.checks.memory import CHECKPOINT_BYTES, DTYPE_BYTES, ModelSize, estimate, too_little_memory
 from asyncrl.launch.program import plan
+from asyncrl.model.checkpoint import snapshot
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
+from asyncrl.testing.tiny import make_tiny_model
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
 CACHE = 100 * 16 * 10  # number of values
@@ -148,3 +155,49 @@ def test_layers_of_several_kinds_share_the_cache(tmp_path):
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": kinds}))
     assert ModelSize.of(str(tmp_path)).kv_values_per_token == 2 * 1 * 2 * 16
+
+
+def parts_of(*, devices=("0", "1", "2", "3"), **train):
+    """Bytes of main memory of each part, by process, of a run with two servers and two ranks of training."""
+    weights = WeightsConfig(bucket_bytes=400, **{"transport": train.pop("transport", "disk")})
+    config = replace(
+        CONFIG, weights=weights, train=replace(TrainConfig(dtype="bfloat16", ppo=PPOConfig(kl_coef=0.1)), **train)
+    )
+    specs = plan(resolve(config, Facts(on_gpu=bool(devices))), attempt=1, num_prompts=100, devices=devices)
+    return {
+        spec.name: {part.what: part.num_bytes for part in estimate([spec], SIZES) if not part.device}
+        for spec in specs
+        if spec.kind == "model_worker"
+    }
+
+
+def test_a_rank_copies_versions_checkpoints_and_buckets_to_main_memory():
+    first, second = parts_of().values()
+    assert first == second
+    assert (first["weight versions"], first["a checkpoint"]) == (2 * 500, 12 * 500)
+    first, second = parts_of(transport="broadcast").values()
+    assert (first["weight versions"], first["buckets"]) == (2 * 2 * 500, 2 * 400)  # one is sent, the next one is held
+    assert "buckets" not in second
+    (alone,) = (
+        parts for name, parts in parts_of(devices=(), transport="broadcast").items() if name == "model_worker/0"
+    )
+    assert alone["buckets"] == 2 * 400  # gloo: it receives from the other rank
+
+
+def test_offloaded_models_are_in_pinned_chunks_of_main_memory():
+    first, _ = parts_of(offload=["actor", "ref"]).values()
+    assert first["actor, offloaded"] == first["ref, offloaded"] == 256 << 20
+    assert "ref, offloaded" not in parts_of(offload=["ref"], devices=())["model_worker/0"]  # it stays where it is
+
+
+def test_the_copies_are_what_an_export_and_a_checkpoint_take(tmp_path):
+    make_tiny_model(tmp_path)
+    model = ModelConfig("actor", str(tmp_path), "d1", [0], trainable=True)
+    engine = TrainEngine(model, TrainConfig(dtype="float32", tf32=False, gradient_checkpointing=False))
+    size = sum(parameter.numel() for parameter in engine.named_parameters().values())
+    share = sum(tensor.nbytes for tensor in take_share(engine).values())
+    assert share == size * DTYPE_BYTES["float32"]
+    for parameter in engine.named_parameters().values():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.step()
+    assert sum(tensor.nbytes for tensor in snapshot({"actor": engine}).tensors.values()) == size * CHECKPOINT_BYTES

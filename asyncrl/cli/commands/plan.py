@@ -18,13 +18,14 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.plan.bounds import TimeBound
-from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
+from asyncrl.plan.capacity import GIB, RunPlan, gib, parts_text, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES
+from asyncrl.plan.host import HostPlan, plan_host
 from asyncrl.plan.layouts import Layout, better_split, search_layouts
 from asyncrl.plan.ranks import plan_training
 from asyncrl.plan.remedies import Remedy, find_remedies
 from asyncrl.plan.result import KINDS, PlanError, RankPlan
-from asyncrl.plan.speeds import reached
+from asyncrl.plan.speeds import LOAD_BYTES, LOAD_SOURCE, reached
 
 _DESCRIPTION = f"""Compute memory, FLOPs and traffic of a run before it starts, without a GPU and without weights: the
 training engine runs on tensors without values. Starts no run, writes nothing. Takes seconds to minutes.
@@ -54,6 +55,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     fits: bool
     plan: RunPlan | None = None  # null with --gpus
     remedies: list[Remedy] = []
+    host: HostPlan | None = None  # null with --gpus
     split: Layout | None = None  # another division of the GPUs between servers and training, with a shorter step
     layouts: list[Layout] = []  # with --gpus
 
@@ -94,7 +96,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
             found = planner(config)
             remedies = find_remedies(config, found, planner) if not found.fits else []
             split = better_split(config, found, device, planner, mean_response=mean) if found.fits else None
-            report = PlanReport(found.fits, found, remedies, split)
+            report = PlanReport(found.fits, found, remedies, plan_host(config), split)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     console.width = min(console.width, _WIDEST)
@@ -121,6 +123,18 @@ def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed:
         console.print(_work_table(plan.ranks))
     if plan.server is not None:
         _print_server(plan, console)
+    shares = reached(plan.device)
+    if (host := report.host) is not None:
+        _say(
+            console,
+            f"main memory of the fullest host of {host.num_hosts}: about {gib(host.memory)} ({parts_text([*host.parts.items()])})",
+        )
+        _say(
+            console,
+            f"loading at the start: a process reads at most {gib(host.read_by_process)}, expected "
+            f"{_seconds(host.read_by_process / LOAD_BYTES)} at {LOAD_BYTES / 1e9:g} GB/s ({LOAD_SOURCE}); the processes "
+            f"of the host read {gib(host.read)} in all",
+        )
     time = plan.time
     generation = f", generation at least {_seconds(time.generation_s)}" if plan.server is not None else ""
     _say(
@@ -129,7 +143,6 @@ def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed:
         f"with {_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
         "sheet",
     )
-    shares = reached(plan.device)
     _say(
         console,
         f"expected: {_expected(time, plan.server is not None)}, if training reaches {shares.training:.0%} of the peak and "

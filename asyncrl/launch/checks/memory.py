@@ -9,23 +9,25 @@ Each part of it is on one device. A part that counts at least is certain:
 - A generation server holds weights and KV cache, in generation.dtype. On GPUs SGLang's cache is not counted, because SGLang chooses
   the size of its cache.
 - SGLang servers of the engine external are not counted.
-- On GPUs, models that are offloaded (train.offload) are not counted.
+- On GPUs, models that are offloaded (train.offload, or because servers share the devices) are in pinned main memory, in chunks.
 - Processes that share devices hold them in turns, so the larger turn counts.
 
-The other parts are the main memory of processes beside their models, as measured. Activations are in neither. asyncrl/plan has the
-exact plan of GPUs.
+The other parts are each rank's copies of a version, of a checkpoint and of buckets in main memory, and the main memory of processes
+beside their models, as measured. Activations are in neither. asyncrl/plan has the exact plan of GPUs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig
+from asyncrl.config.transports import transport_of
 from asyncrl.data.model_folder import read_object
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
@@ -38,6 +40,9 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Memory of a process before it loads a model or data: measured in the quickstart, rounded up
 _COMPUTING_BYTES = 600 << 20  # with torch and transformers
 _OTHER_BYTES = 130 << 20
+CHECKPOINT_BYTES = 12  # of a trained parameter: weights and two moments, in float32
+_BUCKETS = 2  # of the sender of a broadcast: with NCCL pinned ones that it sends, with gloo ones that it receives
+_CHUNK_BYTES = 256 << 20  # of pinned memory (model/offload.py)
 _FIXED_BYTES = 200 << 20  # launcher and etcd
 
 
@@ -130,7 +135,7 @@ def too_little_memory(parts: Sequence[Part], limits: Mapping[str, int]) -> tuple
     return None
 
 
-def sizes_of(specs: Sequence[ProcessSpec]) -> dict[str, ModelSize]:
+def sizes_of(specs: Sequence[ProcessSpec], size_of: Callable[[str], ModelSize] = ModelSize.of) -> dict[str, ModelSize]:
     """Return the sizes of all models that the processes load, by path. Reads the models' folders."""
     paths: set[str] = set()
     for spec in specs:
@@ -138,24 +143,50 @@ def sizes_of(specs: Sequence[ProcessSpec]) -> dict[str, ModelSize]:
             paths |= {spec.config.model_path} | {model.path for model in spec.config.models if model.kind != "none"}
         elif isinstance(spec.config, GenerationServerConfig):
             paths.add(spec.config.model_path)
-    return {path: ModelSize.of(path) for path in paths}
+    return {path: size_of(path) for path in paths}
 
 
 def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
     for model in config.models:
         held_here = config.worker.index in model.workers and model.kind != "none"
-        if not held_here or (device and model.offload):
+        if not held_here:
             continue
-        each = sum(resident_bytes(model, config.train.dtype).values())
+        kinds = resident_bytes(model, config.train.dtype)
+        if device and (model.offload or config.shares_devices):
+            moved = sum(size for kind, size in kinds.items() if kind != "gradients")
+            whole = sizes[model.path].num_parameters * moved * ParallelGrid.parse(model.grid).num_copies
+            chunks = math.ceil(whole / len(model.workers) / _CHUNK_BYTES)
+            yield Part(f"{model.name}, offloaded", chunks * _CHUNK_BYTES, is_least=False)
+        if device and model.offload:
+            continue
+        each = sum(kinds.values())
         held = "weights, gradients and Adam state" if model.trainable else "weights"
         share = sizes[model.path].num_parameters * each * ParallelGrid.parse(model.grid).num_copies / len(model.workers)
         remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if device else "")
         side = "training" if config.shares_devices else ""
         yield Part(f"{model.name} ({held})", share, device, remedy, side)
     yield from _kept_parts(config, sizes)
+    yield from _copied_parts(config, device, sizes)
     if config.groups is not None:  # mode=sync
         cache = sizes[config.model_path].cache_bytes(config.groups.generation)
         yield Part("KV cache", cache, device, is_least=False)
+
+
+def _copied_parts(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
+    """Copies of weights and of optimizers in this worker's main memory (model/export.py, model/held_weights.py)."""
+    for model in config.models:
+        if model.kind == "none" or not model.trainable or config.worker.index not in model.workers:
+            continue
+        own = sizes[model.path].num_parameters / len(model.workers)
+        yield Part("a checkpoint", CHECKPOINT_BYTES * own, is_least=False)
+        if model is not config.models[0]:
+            continue
+        version, weights = own * DTYPE_BYTES.get(config.train.dtype, 4), config.weights
+        from_memory = transport_of(weights.transport).from_memory
+        # The last one is still being sent, or the next one holds only what differs from it
+        yield Part("weight versions", version * (1 + (from_memory or weights.full_every > 1)), is_least=False)
+        if from_memory and config.worker.index == model.workers[0] and (device or len(model.workers) > 1):
+            yield Part("buckets", _BUCKETS * min(weights.bucket_bytes, version), is_least=False)
 
 
 def _kept_parts(config: ModelWorkerConfig, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
