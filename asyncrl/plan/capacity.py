@@ -15,6 +15,7 @@ from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of
+from asyncrl.launch.checks.gpus import needed_gpus, num_gpus
 from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.bounds import Placed, TimeBound, time_bound
 from asyncrl.plan.devices import GPUS_PER_HOST, Device, library_bytes
@@ -91,7 +92,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, 
         device=device.name,
         memory=device.memory,
         allocation=str(allocation),
-        num_devices=allocation.num_devices,
+        num_devices=num_gpus(config),
         ranks=ranks,
         libraries=libraries,
         server=server,
@@ -130,7 +131,7 @@ def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str,
     the allocation names them."""
     if not mode_of(config.mode).trains:
         return {}
-    first, named = allocation.num_generation_devices, allocation.generation_devices is not None
+    first, named = needed_gpus(config)[0], allocation.generation_devices is not None
     placements, _ = allocation.place(build_dataflow(config.train, config.mode))
     placed = {}
     for placement in placements:

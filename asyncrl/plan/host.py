@@ -16,7 +16,7 @@ from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.data.sequence import KEY_SPECS
-from asyncrl.dataflow.topology import allocation_of
+from asyncrl.launch.checks.gpus import num_gpus
 from asyncrl.launch.checks.memory import DTYPE_BYTES, ModelSize, estimate, sizes_of
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.program import plan as plan_processes
@@ -43,7 +43,7 @@ class HostPlan(msgspec.Struct, frozen=True):
 def plan_host(config: ExperimentConfig) -> HostPlan:
     """Plan the hosts of a run, of GPUS_PER_HOST GPUs each. config: without `auto`. Processes without a GPU are on the first host.
     Raises PlanError, or ConfigError if the processes cannot be planned."""
-    gpus = [str(number) for number in range(allocation_of(config).num_devices)]
+    gpus = [str(number) for number in range(num_gpus(config))]
     specs = plan_processes(
         replace(config, cluster="local"), attempt=1, num_prompts=config.train.batch_size, devices=gpus
     )

@@ -10,7 +10,7 @@ LOAD_SOURCE = "measured for the embedded engine on one H200, with files in memor
 
 @dataclass(frozen=True)
 class Reached:
-    """Bound of the time / measured time. `source` says where the shares are from."""
+    """Bound of the time / measured time. `source` says where the share of training is from. That of generation is assumed."""
 
     training: float
     generation: float
@@ -21,14 +21,14 @@ class Reached:
 DEFAULT = Reached(
     training=0.4,
     generation=0.8,
-    source="training from published runs of another trainer on H100s (0.34 to 0.51), generation assumed",
+    source="published runs of another trainer on H100s, 0.34 to 0.51",
 )
 REACHED = {  # by the name of the device
     "h200-141g": Reached(
         training=0.3,  # a bound of 0.713 s took 2.358 s; without checkpointing 0.31, and Qwen3-0.6B 0.23
         generation=0.8,
-        source="training measured on one H200 (Qwen3-1.7B, 2 x 16384 tokens, with checkpointing, without compiled layers: "
-        "benchmarks/gpu/2026-11-27.json), generation assumed",
+        source="measured on one H200: Qwen3-1.7B, 2 x 16384 tokens, with checkpointing, without compiled layers; "
+        "benchmarks/gpu/2026-11-27.json",
     ),
 }
 

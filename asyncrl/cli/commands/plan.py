@@ -143,10 +143,11 @@ def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed:
         f"with {_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
         "sheet",
     )
+    reaching = [f"training reaches {shares.training:.0%} ({shares.source})"] * bool(plan.ranks)
+    reaching += [f"generation reaches {shares.generation:.0%} (assumed)"] * (plan.server is not None)
     _say(
         console,
-        f"expected: {_expected(time, plan.server is not None)}, if training reaches {shares.training:.0%} of the peak and "
-        f"generation {shares.generation:.0%}: {shares.source}",
+        f"expected: {_expected(time, plan.server is not None)}, if {' and '.join(reaching)} of the peak",
     )
     if plan.server is not None and plan.ranks:
         _say(console, f"the bottleneck is {time.bottleneck}")

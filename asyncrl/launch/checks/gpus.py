@@ -56,13 +56,19 @@ def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
     )
 
 
+def num_gpus(config: ExperimentConfig) -> int:
+    """The GPUs of a run: as many as it needs, or up to the last one that its allocation names."""
+    allocation = allocation_of(config)
+    return allocation.num_devices if allocation.generation_devices is not None else sum(needed_gpus(config))
+
+
 def too_few_gpus(config: ExperimentConfig, found: int) -> str:
     """How to run with `found` GPUs; "" if they suffice. Without any GPU a run uses the CPU, so 0 suffice."""
-    allocation = allocation_of(config)
-    needed = allocation.num_devices if allocation.generation_devices is not None else sum(needed_gpus(config))
+    needed = num_gpus(config)
     if found == 0 or found >= needed:
         return ""
-    return f"use {_fitting(allocation, found)}{needed} GPUs; two processes compute on one GPU only if the allocation shares it"
+    fitting = _fitting(allocation_of(config), found)
+    return f"use {fitting}{needed} GPUs; two processes compute on one GPU only if the allocation shares it"
 
 
 def _fitting(allocation: Allocation, found: int) -> str:
