@@ -5,9 +5,10 @@ the keys of other requests: the work grows with the square of the number of requ
 to one rectangle and computed as a batch. It is pure PyTorch and runs on every device that the model runs on; flash attention
 kernels are faster on GPUs that support them.
 
-The plan (the positions of queries and cache rows) is made once per forward pass, on the host, and is passed to every layer as the
-keyword argument `attention_plan`. The KV cache reads the rows: its `read_index` is replaced by the padded one. The cache keeps all
-keys of every layer, whatever the layer attends to: a layer's window or chunk (architectures/attention.py) is part of its mask only.
+The plan (the positions of queries and cache rows) is made once per forward pass, on the host. It travels to the device in one copy
+with the other inputs of the pass, and every layer gets it as the keyword argument `attention_plan`. The KV cache reads the rows:
+its `read_index` is replaced by the padded one. The cache keeps all keys of every layer, whatever the layer attends to: a layer's
+window or chunk (architectures/attention.py) is part of its mask only.
 
 Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D width of a
 key, V width of a value.
@@ -16,8 +17,7 @@ key, V width of a value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ _STRETCH = 1.5
 _SLACK = 32
 
 
-@dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """Requests padded to one size."""
 
     num_requests: int  # B
@@ -47,24 +46,26 @@ class Rectangle:
     query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first query
     real: Tensor | None  # [tokens] indices of the real queries among the B * Q; None: all are real
     target: Tensor  # [tokens] positions of the real queries in the packed batch
-    query_at: np.ndarray  # [B, Q] position of each query in its request
-    like: Tensor  # of the dtype and on the device of the masks
-    _masks: dict[Pattern, Tensor] = field(default_factory=dict)
+    query_at: Tensor  # [B, Q] position of each query in its request
+    masks: dict[tuple[Pattern, torch.dtype], Tensor]  # made so far
 
-    def mask(self, pattern: Pattern) -> Tensor:
-        """[B, 1, 1, Q, K] additive. Made for the first layer with this pattern."""
+    def mask(self, pattern: Pattern, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, Q, K] additive. Made on the device, for the first layer with this pattern."""
         if not pattern.limits(self.key_length):
             pattern = CAUSAL
-        if pattern not in self._masks:
-            hidden_BQK = ~pattern.shows(self.query_at[:, :, None], np.arange(self.key_length))
-            hidden = torch.from_numpy(hidden_BQK[:, None, None]).to(self.like.device)
-            mask = self.like.new_zeros(hidden.shape)
-            self._masks[pattern] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-        return self._masks[pattern]
+        if (pattern, dtype) not in self.masks:
+            shown_BQK = pattern.shows(
+                self.query_at[:, :, None], torch.arange(self.key_length, device=self.query_at.device)
+            )
+            mask = torch.zeros(shown_BQK.shape, dtype=dtype, device=shown_BQK.device)
+            mask.masked_fill_(shown_BQK.logical_not_(), torch.finfo(dtype).min)
+            self.masks[pattern, dtype] = mask[:, None, None]
+        return self.masks[pattern, dtype]
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(NamedTuple):
+    """A tree of tensors for torch's pytree, which moves them to the device."""
+
     read_index: Tensor  # rows of the KV cache, in the order of the rectangles
     rectangles: list[Rectangle]
 
@@ -91,13 +92,11 @@ def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np
 
 
 def make_plan(
-    query_lengths: Sequence[int], key_lengths: Sequence[int], packed_rows: Tensor, trash_row: int, dtype: torch.dtype
+    query_lengths: Sequence[int], key_lengths: Sequence[int], rows: np.ndarray, trash_row: int
 ) -> AttentionPlan:
-    """Plan one forward pass. `packed_rows`: the cache rows of all keys, in the order of the requests."""
+    """Plan one forward pass, in tensors on the CPU. `rows`: the cache rows of all keys, in the order of the requests."""
     queries, keys = np.asarray(query_lengths, dtype=np.int64), np.asarray(key_lengths, dtype=np.int64)
-    device = packed_rows.device
     query_starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
-    rows = packed_rows.cpu().numpy()
     read_index: list[np.ndarray] = []
     rectangles: list[Rectangle] = []
     first_key = 0
@@ -116,15 +115,15 @@ def make_plan(
                 query_length=width_q,
                 key_length=width_k,
                 first_key=first_key,
-                query_index=torch.from_numpy(query_index.reshape(-1)).to(device),
-                real=None if everything else torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
-                target=torch.from_numpy(query_index[real_BQ]).to(device),
-                query_at=k_B - q_B + at_Q,
-                like=torch.empty(0, dtype=dtype, device=device),
+                query_index=torch.from_numpy(query_index.reshape(-1)),
+                real=None if everything else torch.from_numpy(np.flatnonzero(real_BQ)),
+                target=torch.from_numpy(query_index[real_BQ]),
+                query_at=torch.from_numpy(k_B - q_B + at_Q),
+                masks={},
             )
         )
         first_key += len(members) * width_k
-    return AttentionPlan(torch.from_numpy(np.concatenate(read_index)).to(device), rectangles)
+    return AttentionPlan(torch.from_numpy(np.concatenate(read_index)), rectangles)
 
 
 def padded_attention(
@@ -160,7 +159,7 @@ def padded_attention(
         k = key[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)  # [B, H/G, K, D]
         v = value[0, :, chosen].view(num_kv_heads, B, K, value_width).transpose(0, 1)
         q = query_THD[part.query_index]
-        mask = part.mask(pattern)
+        mask = part.mask(pattern, query.dtype)
         if softcap is not None or s_aux is not None:
             q, shown = q.view(B, Q, num_heads, width).transpose(1, 2), mask[:, 0, 0] == 0
             out = attend(q, k, v, shown=shown, scaling=scaling, softcap=softcap, sinks=s_aux).transpose(1, 2)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers import GenerationConfig as SamplingDefaults
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -108,7 +109,7 @@ class _SamplingArgs:
     def fill_defaults(self, storage: Tensor) -> None:
         storage[0] = torch.tensor(1.0).view(torch.int32)
         storage[1] = torch.tensor(1.0).view(torch.int32)
-        storage[2] = 0
+        storage[2].zero_()
 
     def prepare_tensor_args(self, requests_in_batch: Iterable[Any], arg_storage: Tensor) -> Tensor:
         rows = [item.state.logit_processor_kwargs["sampling"] for item in requests_in_batch if item.has_new_token]
@@ -150,13 +151,13 @@ class _Runner(ModelRunner):
     """Forward pass with our attention plan and our sampling."""
 
     sampling_args: _SamplingArgs
-    plan_dtype: torch.dtype | None  # None: another attention implementation is used
+    is_padded: bool  # False: another attention implementation than padded_attention.py is used
     states: RequestStates
     scheduler: Scheduler
 
     def compute_batch(self, model: Any, batch_data: Any) -> None:
-        """The inputs of a pass are written on the thread's stream, the pass runs on a stream of its own. Without this wait, which
-        transformers lacks, a pass can read the inputs of the pass before."""
+        """transformers writes the inputs of a pass on the thread's stream, and runs the pass on a stream of its own. Without this
+        wait, which transformers lacks, a pass can read the inputs of the pass before."""
         if (stream := self.inputs_and_outputs.compute_stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         super().compute_batch(model, batch_data)
@@ -169,8 +170,9 @@ class _Runner(ModelRunner):
         prev_output_ids: Tensor,
         output_ids: Tensor,
     ) -> None:
-        if self.plan_dtype is not None:
+        if self.is_padded:
             self._plan_attention(batch_data)
+        batch_data = on_device(batch_data, model.device)
         with self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext():
             logits_NV = model(**batch_data).logits[0]
         if "logits_to_keep" not in batch_data:
@@ -184,8 +186,13 @@ class _Runner(ModelRunner):
             needs_sorting=self.sampling_args.needs_sorting,
         )
         num_rows = tokens_N.shape[0]
-        output_ids[0, :num_rows].copy_(tokens_N)
-        output_ids[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads row 1 back as float32
+        results = (
+            output_ids if output_ids.device == tokens_N.device else torch.empty_like(output_ids, device=tokens_N.device)
+        )
+        results[0, :num_rows].copy_(tokens_N)
+        results[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads row 1 back as float32
+        if results is not output_ids:
+            output_ids.copy_(results, non_blocking=True)  # the manager reads it after the end of the pass
 
     def _rows(self) -> tuple[list[Row], set[str]]:
         """The tokens of the pass, and the keys of all requests that are not done."""
@@ -205,12 +212,28 @@ class _Runner(ModelRunner):
         plan = padded_attention.make_plan(
             [item.query_length for item in batch],
             [item.state.position_offset for item in batch],  # prepare_batch_tensors has added this pass's queries
-            packed,
+            packed.numpy(),
             allocator.read_trash_index,
-            self.plan_dtype or torch.float32,
         )
         batch_data["read_index"] = [plan.read_index]
         batch_data["attention_plan"] = plan
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """The tree with all its tensors on this device. Those on the host travel in one copy, from pinned memory, without a wait."""
+    leaves, spec = tree_flatten(tree)
+    host = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device != device}
+    if not host:
+        return tree
+    ends = list(itertools.accumulate(-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in host.values()))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    sent = torch.empty_like(packed, device=device)
+    for (index, leaf), start in zip(host.items(), [0, *ends], strict=False):
+        here, there = (flat[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape) for flat in (packed, sent))
+        here.copy_(leaf)
+        leaves[index] = there
+    sent.copy_(packed, non_blocking=True)
+    return tree_unflatten(leaves, spec)
 
 
 class _Router(OutputRouter):
@@ -268,9 +291,15 @@ class _Manager(ContinuousBatchingManager):
                 return_logprobs=True,
             )
             runner.sampling_args = self._sampling_args
-            runner.plan_dtype = self.model.dtype if self._padded else None
+            runner.is_padded = bool(self._padded)
             runner.states, runner.scheduler = self._states, processor.scheduler
             processor.model_runner = runner
+            if self._padded:
+                # Keep the inputs and outputs of a pass on the host: transformers would copy each of them to the device on its own
+                inputs: Any = processor.inputs_and_outputs
+                inputs.device = torch.device("cpu")
+                inputs._setup_static_tensors(self.logit_processor)
+                inputs._reset_static_tensors(full_reset=True)
         return processor
 
     @property
