@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers import GenerationConfig as SamplingDefaults
@@ -86,6 +87,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _FEWER_TOKENS = 6  # by at most so many tokens `scoring_noise` shortens a text
 _STOP_TIMEOUT_S = 8.0
 _ALIGNMENT = 64  # bytes; torch's alignment of newly allocated CPU tensors
+# Without cuDNN, which torch prefers on some GPUs: it builds a plan for each new shape, and each pass has new shapes
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 # ----------------------------------------------------------------------------------------------- sampling, per request
@@ -173,7 +176,8 @@ class _Runner(ModelRunner):
         if self.is_padded:
             self._plan_attention(batch_data)
         batch_data = on_device(batch_data, model.device)
-        with self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext():
+        states = self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext()
+        with sdpa_kernel(_KERNELS), states:
             logits_NV = model(**batch_data).logits[0]
         if "logits_to_keep" not in batch_data:
             logits_NV = logits_NV[batch_data["logits_indices"]]

@@ -95,6 +95,21 @@ async def test_a_pass_copies_once_to_the_device_and_once_back(model: str, passes
         assert logprobs == pytest.approx(expected[1], abs=1e-5)
 
 
+async def test_no_pass_uses_cudnn(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's attention builds a plan for each new shape, and each pass of a decoding request has one."""
+    allowed: set[bool] = set()
+    attend = padded_attention.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        allowed.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(padded_attention, "scaled_dot_product_attention", watched)
+    await sample(model, "cpu")
+    assert allowed == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # for other code of the process
+
+
 @pytest.mark.parametrize("pattern", [CAUSAL, Pattern(window=5), Pattern(chunk=4)])
 def test_masks_show_the_pattern(pattern: Pattern) -> None:
     plan = padded_attention.make_plan([1, 1, 3], [9, 7, 8], np.arange(24), trash_row=99)
