@@ -530,9 +530,11 @@ class WeightsConfig:
     shard_bytes: int = 2_000_000_000  # largest size of one file of a version
     fsync: bool = True  # flush the files to the disk before a version is published
     # disk: generation servers load each version's files | broadcast: rank 0 of training sends the tensors from memory over the
-    # network. The files are still written, for servers that join later or fail in a broadcast. broadcast is rejected if other
-    # machines reach the run and network.authenticate=on, because gloo and NCCL do not authenticate.
+    # network. The files are still written, for servers that join later or fail in a broadcast
     transport: str = choice(FILES, *TRANSPORTS)
+    # Gloo and NCCL neither encrypt nor authenticate a broadcast. loopback: so broadcast is refused if other machines reach the run
+    # and network.authenticate=on | private: every machine on the network between the hosts may read and forge the weights
+    broadcast_network: str = choice("loopback", "loopback", "private")
     broadcast_backend: str = choice(AUTO, AUTO, "gloo", "nccl")  # auto: nccl if the trainer has a GPU, else gloo
     # Limit of one broadcast, which like that of an update grows by 10 s for each GB; after that its servers load the version from
     # disk. Must be below manager.update_timeout_s

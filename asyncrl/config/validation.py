@@ -398,10 +398,13 @@ def _of_network(config: ExperimentConfig) -> Iterable[Conflict]:
         # The members of the process group meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group
         # supports. It answers every client that reaches its port. Gloo and NCCL do not authenticate either
         (
-            transport_of(config.weights.transport).forms_groups and authenticates(config) and can_be_reached(config),
+            transport_of(config.weights.transport).forms_groups
+            and config.weights.broadcast_network != "private"
+            and authenticates(config)
+            and can_be_reached(config),
             "weights.transport",
-            f"cannot be authenticated, and other machines reach this run; use {FILES}, or network.authenticate=off in a network "
-            "that you share with no one else",
+            f"cannot be authenticated, and other machines reach this run; use {FILES}, or weights.broadcast_network=private if "
+            "every machine on the network between the hosts may read and forge the weights",
         ),
     )
 

@@ -320,10 +320,10 @@ class Fleet:
                 deadline = min(deadline, now + (now - began) + _FETCH_SLACK_S)
 
     def _begin_fetches(self, version: WeightVersion, limit_s: float) -> set[asyncio.Task[None]]:
-        """Have every live server that lacks a version verify it. The server first fetches it, unless it sees the files. A failure
-        is only logged: the server's update repeats both."""
-        servers = [server for server in self.table.servers.values() if server.listed and server.version != version]
-        alive = [server for server in servers if server.state is not ServerState.DEAD]
+        """Have every live server verify a version, unless it has the version or gets it from memory. The server first fetches it,
+        unless it sees the files. A failure is only logged: the server's update repeats both."""
+        servers = [server for server in self.table.servers.values() if self.plan.needs_files(server, version)]
+        alive = [server for server in servers if server.listed and server.state is not ServerState.DEAD]
         tasks = {asyncio.create_task(self._fetch(server.url, version, limit_s), name="fetch") for server in alive}
         self._updates |= tasks
         for task in tasks:

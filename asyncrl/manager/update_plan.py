@@ -221,6 +221,10 @@ class UpdatePlan:
             updates.append(update)
         return updates
 
+    def needs_files(self, server: Server, version: WeightVersion) -> bool:
+        """Whether a server neither has a version nor gets it from memory, now or soon."""
+        return version not in (server.version, server.loading) and not self._offers.may_get(server, version)
+
     def _source(self, server: Server, target: WeightVersion) -> tuple[WeightVersion | None, bool]:
         """Return the version that a server can load now, and whether from the trainer's memory."""
         if self._offers.may_get(server, target):

@@ -1,4 +1,4 @@
-"""Generation on hosts that cannot read the trainer's weight folder: each version is fetched once a host."""
+"""Generation on hosts that cannot read the trainer's weight folder: each version is fetched once a host, or comes by broadcast."""
 
 import json
 import re
@@ -14,13 +14,18 @@ pytestmark = pytest.mark.timeout(400)
 LIMIT_S = 300
 
 
+def hide_weights(config, hosts):
+    """On these hosts a separate folder hides the weights of the run."""
+    weights = run_directory(load_experiment(config)) / "weights"
+    weights.mkdir(parents=True)
+    for host in hosts:
+        assert host.run(["mount", "-t", "tmpfs", "tmpfs", str(weights)]).returncode == 0
+    return weights
+
+
 def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_path):
     config = make_tiny_run(tmp_path, num_prompts=12)
-    run_dir = run_directory(load_experiment(config))
-    weights = run_dir / "weights"
-    weights.mkdir(parents=True)
-    for host in hosts[1:]:  # a separate folder on these hosts hides the trainer's
-        assert host.run(["mount", "-t", "tmpfs", "tmpfs", str(weights)]).returncode == 0
+    weights = hide_weights(config, hosts[1:])
 
     run = run_on_hosts(
         config,
@@ -49,4 +54,34 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
     assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # the copies were removed when the servers ended
     told = hosts[0].run([sys.executable, "-m", "asyncrl.cli.main", "audit", str(run.run_dir), "--json"])
     assert json.loads(told.stdout)["problems"] == []
+    assert_nothing_left(run.run_dir)
+
+
+def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts, tmp_path):
+    """Every version after the first comes by broadcast. A server compares checksums of all bytes with those of the sender."""
+    config = make_tiny_run(tmp_path)
+    hide_weights(config, hosts[1:])
+    run = run_on_hosts(
+        config,
+        "allocation=transformers.d2+d1",
+        "rollout.num_workers=1",
+        "train.max_steps=3",
+        "manager.max_head_offpolicyness=0",  # each step needs the version before it
+        "weights.transport=broadcast",
+        "weights.broadcast_network=private",
+        "weights.bucket_bytes=20_000",
+        f"weights.fetch_dir={tmp_path / 'memory'}",
+    )
+    assert run.launcher.wait(LIMIT_S) == 0, run.launcher.output() + run.outputs()
+
+    logs = {path.stem: path.read_text() for path in (run.run_dir / "logs" / "attempt_1").glob("*_?.log")}
+    versions = [f"a0001-v0000000{number}" for number in range(3)]
+    assert re.findall(r"weights (\S+) broadcast to generation_server/0, ", logs["model_worker_0"])[:2] == versions[1:]
+    for index in range(2):
+        server = logs[f"generation_server_{index}"]
+        assert (
+            re.findall(r"weights (\S+) fetched from 10\.77\.0\.1", server) == versions[:1]
+        )  # so it is on another host
+        assert re.findall(r"weights (\S+) verified", server)[:3] == versions
+    assert "load this version and the next" not in logs["gserver_manager_0"]
     assert_nothing_left(run.run_dir)

@@ -51,10 +51,13 @@ class FakeTrainer:
         self.servers, self.url = servers, ""
         self.fails: set[str] = set()
         self.asked: list[BroadcastRequest] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def answer(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=BroadcastRequest)
         self.asked.append(wanted)
+        await self.may_answer.wait()
         for target in wanted.targets:
             server = self.servers[target.server]
             assert server.did[-1] == "pause_generation"
@@ -106,7 +109,7 @@ class Managed:
 
 
 @asynccontextmanager
-async def managed(*names: str) -> AsyncIterator[Managed]:
+async def managed(*names: str, files_url: str = "") -> AsyncIterator[Managed]:
     """A fleet of these servers, all with version 0."""
     servers = {name: FakeServer() for name in names}
     trainer = FakeTrainer(servers)
@@ -123,6 +126,7 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
             verify_limit_s=LIMIT_S,
             transport="broadcast",
             transfer_limit_s=4 * LIMIT_S,  # servers wait for each other for a quarter of it
+            files_url=files_url,
         )
         fleet.trainer_at(url)
         loop = asyncio.create_task(fleet.update_loop())
@@ -154,6 +158,23 @@ async def test_all_servers_in_one_broadcast_before_the_files_are_there() -> None
         await run.until(a="healthy_2", b="healthy_2")
         assert [server.did.count("update_weights_from_disk") for server in run.servers.values()] == [1, 1]
         assert run.fleet.counters["broadcast", "a"] == 2
+
+
+async def test_a_host_fetches_no_version_that_it_gets_by_broadcast() -> None:
+    """The files of a version are complete while it is broadcast. Only the server that fails in the broadcast fetches them."""
+    async with managed("a", "b", files_url="http://127.0.0.1:9") as run:
+        before = {name: server.did.count("fetch_weights") for name, server in run.servers.items()}
+        run.trainer.fails = {"b"}
+        run.trainer.may_answer.clear()
+        run.fleet.hold(str(V1))
+        await run.until(a="updating", b="updating")
+        await run.fleet._fetch_everywhere(V1, 0)
+        assert {name: server.did.count("fetch_weights") for name, server in run.servers.items()} == before
+        run.trainer.may_answer.set()
+        await run.until(a="healthy_1", b="stale")
+        await run.fleet._fetch_everywhere(V1, 0)
+        before["b"] += 1
+        assert {name: server.did.count("fetch_weights") for name, server in run.servers.items()} == before
 
 
 @pytest.mark.parametrize("how", ["refused", "another echo", "no trainer"])

@@ -61,9 +61,11 @@ def test_broadcast_is_refused_where_unauthenticated_peers_could_join(reachable):
         replace(broadcast, **reachable, network=NetworkConfig(authenticate="on")),
     ):
         with pytest.raises(
-            ConfigError, match=r"weights\.transport='broadcast'.*use disk, or network\.authenticate=off"
+            ConfigError, match=r"weights\.transport='broadcast'.*use disk, or weights\.broadcast_network=private"
         ):
             validate(refused)
+    private = WeightsConfig(transport="broadcast", broadcast_network="private")
+    validate(replace(broadcast, **reachable, weights=private))
     validate(replace(broadcast, **reachable, network=NetworkConfig(authenticate="off")))
     validate(replace(broadcast, network=NetworkConfig(authenticate="on")))  # on loopback
 
