@@ -14,6 +14,7 @@ LONG_FILES = {
         "test_bad_batches.py",
         "test_bad_rollouts.py",
         "test_broadcast.py",
+        "test_broadcast_faults.py",
         "test_broadcast_fleet.py",
         "test_checkpoint.py",
         "test_closed_streams.py",

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
-MAX_GROUPS = 4  # more than are in use at any time: if there are more, the sender of the oldest group has abandoned it
+MAX_GROUPS = 4  # as many as the sender keeps, which also leaves the least recently used one first
 
 
 @dataclass
@@ -157,6 +157,7 @@ class StagedReceiver(WeightReceiver):
                 ErrorClass.PASSING,
             )
         update.group = bucket.group_name
+        self._groups.move_to_end(bucket.group_name)
         try:
             num_bytes = bytes_of(bucket)
             flat = update.spare.pop(0) if update.spare else None

@@ -7,8 +7,9 @@
 The sender receives the other ranks' shares bucket by bucket while it sends, so no rank holds the whole model.
 
 The broadcast starts only after every server has joined the group and accepted the announced tensors. If a server refuses, dies or
-hangs, the sender leaves the group and sends everything again to the other servers, within the same time limit. Only the servers at
-fault, which the reply names, load the version from disk. If no server is at fault, or the limit has passed, all of them do.
+hangs, the sender leaves the group and sends everything again to the other servers, within the same time limit. In a group that
+fails although all of its servers answer, any of them may be at fault. So each of them then has a group of its own. Only the servers
+at fault, which the reply names, load the version from disk. If the trainer is at fault, or the limit has passed, all of them do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -28,7 +29,7 @@ import msgspec
 import torch
 from aiohttp import web
 
-from asyncrl.config.schema import ConfigError, WeightsConfig
+from asyncrl.config.schema import SLOW_BYTES_PER_S, ConfigError, WeightsConfig
 from asyncrl.model.held_weights import SentBucket, ShareReader, Shares, ShareServer
 from asyncrl.model.trainer_side import HeldShare, Rank, TrainerSide
 from asyncrl.protocol.errors import DECODE_ERRORS
@@ -53,10 +54,13 @@ from asyncrl.runtime.services import Services
 from asyncrl.weights.update_group import GroupMember, rank_offsets, serve_store
 
 T = TypeVar("T")
+Targets = Sequence[BroadcastTarget]
+Groups = Sequence[tuple[Targets, GroupMember]]  # each server is in one of them
 
 _MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
-_MAX_TRIES = 3  # for one request
-_SILENT_SHARE = 1 / 6  # of weights.broadcast_timeout_s: a server at fault is found within a quarter of it
+_MAX_TRIES = 4  # for one request
+# Of weights.broadcast_timeout_s: a silent server is found within a quarter of it, and a group has this quarter for a step
+_SILENT_SHARE, _STEP_SHARE = 1 / 6, 1 / 4
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
@@ -77,6 +81,10 @@ class ServersAtFault(RuntimeError):
     def __init__(self, causes: Mapping[str, str]) -> None:
         super().__init__("; ".join(sorted(set(causes.values()))))
         self.causes = causes  # by server
+
+
+class GroupFailed(RuntimeError):
+    """A step failed in a group whose servers all answer. Any of them may be at fault."""
 
 
 class _Info(msgspec.Struct):
@@ -129,7 +137,8 @@ class ServerClient:
 class Broadcast:
     """One broadcast of a version to some servers. `stage` names the current step; the error of a failed broadcast begins with it.
 
-    A step that fails raises ServersAtFault, if it finds any. A server that is awaited and stays silent for silent_s is at fault.
+    A step that fails raises ServersAtFault or GroupFailed, unless the trainer fails. A server that is awaited and stays silent for
+    limit_s * _SILENT_SHARE is at fault. A step of a group takes at most limit_s * _STEP_SHARE, and longer for many bytes.
     """
 
     def __init__(
@@ -139,52 +148,53 @@ class Broadcast:
         client: ServerClient,
         *,
         deadline: float,
-        silent_s: float,
+        limit_s: float,
         clock: Clock,
     ) -> None:
         self._held, self._targets, self._client = held, targets, client
-        self._deadline, self._silent_s, self._clock = deadline, silent_s, clock
+        self._deadline, self._silent_s, self._step_s = deadline, limit_s * _SILENT_SHARE, limit_s * _STEP_SHARE
+        self._clock = clock
         self.stage = ""
 
     @property
     def left_s(self) -> float:
         return max(0.001, self._deadline - self._clock.monotonic())
 
-    async def ranks(self) -> list[int]:
+    async def ranks(self, targets: Targets) -> list[int]:
         """The number of ranks of each server in a group."""
         self.stage = "asking servers for their ranks"
         found = await self._of_each(
-            [self._watched(target, partial(self._client.num_ranks, target)) for target in self._targets]
+            [self._watched(target, partial(self._client.num_ranks, target)) for target in targets]
         )
         if unable := {
             target.server: f"{target.server} does not accept weights over the network"
-            for target, count in zip(self._targets, found, strict=True)
+            for target, count in zip(targets, found, strict=True)
             if count < 1
         }:
             raise ServersAtFault(unable)
         return found
 
-    async def join(self, messages: Sequence[JoinUpdateGroup], mine: Awaitable[None]) -> None:
+    async def join(self, targets: Targets, messages: Sequence[JoinUpdateGroup], mine: Awaitable[None]) -> None:
         """Have the servers join a group. mine: the sender's own part."""
         self.stage = "joining the group"
         path = "/init_weights_update_group"
         theirs = [
             self._watched(target, partial(self._client.post, target, path, message))
-            for target, message in zip(self._targets, messages, strict=True)
+            for target, message in zip(targets, messages, strict=True)
         ]
-        await self._of_all([mine, *theirs])
+        await self._of_all(targets, [mine, *theirs], self._step_s)
 
-    async def run(self, group: GroupMember, reader: ShareReader, shares: Shares) -> BroadcastReply:
-        """Run all steps from `begin` to `end` with servers that have joined the group. shares: those of the other ranks."""
+    async def run(self, groups: Groups, reader: ShareReader, shares: Shares) -> BroadcastReply:
+        """Run all steps from `begin` to `end` with servers that have joined the groups. shares: those of the other ranks."""
         await self._begin()
         digests: list[str] = []
         count = len(self._held.specs)
-        async with reader.buckets(self._held, shares, pin=group.backend == "nccl") as buckets:
+        async with reader.buckets(self._held, shares, pin=groups[0][1].backend == "nccl") as buckets:
             self.stage = f"collecting bucket 1 of {count}"
             async for bucket in buckets:
                 digests.append(bucket.digest)
                 self.stage = f"broadcasting bucket {len(digests)} of {count}"
-                await self._send(group, bucket, is_last=len(digests) == count)
+                await self._send(groups, bucket, is_last=len(digests) == count)
                 self.stage = f"collecting bucket {len(digests) + 1} of {count}"
         return await self._end(digests)
 
@@ -201,28 +211,30 @@ class Broadcast:
             probe_ids=held.scored_text.input_ids if held.scored_text is not None else [],
             probe_logprobs=held.scored_text.logprobs if held.scored_text is not None else [],
         )
-        await self._of_each(self._posts("/begin_weight_update", begin))
+        await self._of_each(self._posts("/begin_weight_update", begin, self._targets))
 
-    async def _send(self, group: GroupMember, bucket: SentBucket, *, is_last: bool) -> None:
-        """Broadcast one bucket, and post its description to all servers at the same time, because a server answers only after it
-        has received the bucket."""
+    async def _send(self, groups: Groups, bucket: SentBucket, *, is_last: bool) -> None:
+        """Broadcast one bucket, to one group after another. Post its description to all servers of a group at the same time,
+        because a server answers only after it has received the bucket."""
         message = ReceiveWeights(
             names=bucket.specs.names,
             dtypes=bucket.specs.dtypes,
             shapes=bucket.specs.shapes,
-            group_name=group.name,
             flush_cache=is_last,
             weight_version=str(self._held.version) if is_last else None,
             load_format="flattened_bucket",
             limit_s=self.left_s,
         )
-        received = self._posts("/update_weights_from_distributed", message)
-        await self._of_all([*received, group.broadcast(bucket.flat, self.left_s)])
+        for targets, group in groups:
+            limit_s = min(self.left_s, self._step_s + bucket.flat.numel() / SLOW_BYTES_PER_S)
+            to_group = msgspec.structs.replace(message, group_name=group.name)
+            received = self._posts("/update_weights_from_distributed", to_group, targets)
+            await self._of_all(targets, [*received, group.broadcast(bucket.flat, limit_s)], limit_s)
 
     async def _end(self, digests: list[str]) -> BroadcastReply:
         """Collect each server's own result: a server that has loaded the version serves it even if others failed."""
         self.stage = "waiting for servers to load"
-        posts = self._posts("/end_weight_update", EndWeightUpdate(xxh3=digests))
+        posts = self._posts("/end_weight_update", EndWeightUpdate(xxh3=digests), self._targets)
         answers = await asyncio.gather(*posts, return_exceptions=True)
         errors: dict[str, str] = {}
         mismatched = []
@@ -238,8 +250,10 @@ class Broadcast:
 
     # ------------------------------------------------------------------------------------------------------- faults
 
-    def _posts(self, path: str, message: msgspec.Struct) -> list[Coroutine[Any, Any, UpdateWeightsReply]]:
-        return [self._watched(target, partial(self._client.post, target, path, message)) for target in self._targets]
+    def _posts(
+        self, path: str, message: msgspec.Struct, targets: Targets
+    ) -> list[Coroutine[Any, Any, UpdateWeightsReply]]:
+        return [self._watched(target, partial(self._client.post, target, path, message)) for target in targets]
 
     async def _watched(self, target: BroadcastTarget, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of a request to a server. Raises BroadcastError if the server falls silent before."""
@@ -271,18 +285,23 @@ class Broadcast:
         self._raise([error for error in found if isinstance(error, BaseException)])
         return [result for result in found if not isinstance(result, BaseException)]
 
-    async def _of_all(self, steps: Sequence[Awaitable[Any]]) -> None:
-        """Wait for steps that end together. After the first error, find the servers at fault: those that do not answer any more,
-        otherwise those that have refused. The errors of other servers may be consequences."""
+    async def _of_all(self, targets: Targets, steps: Sequence[Awaitable[Any]], limit_s: float) -> None:
+        """Wait for steps of one group, which end together. After the first error or limit_s, find the servers at fault: those that
+        do not answer any more, or the only one. Raises GroupFailed if there are others: errors may be consequences."""
         tasks = [asyncio.ensure_future(step) for step in steps]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = [error for task in done if (error := task.exception()) is not None]
-            if not errors:
+            if not errors and not pending:
                 return
-            pings = await asyncio.gather(*map(self._ping, self._targets), return_exceptions=True)
-            gone = [error for error in [*errors, *pings] if isinstance(error, BroadcastError) and error.is_gone]
-            self._raise(gone or errors)
+            pings = await asyncio.gather(*map(self._ping, targets), return_exceptions=True)
+            self._raise([error for error in [*errors, *pings] if isinstance(error, BroadcastError) and error.is_gone])
+            cause = errors[0] if errors else RuntimeError(f"it took longer than {limit_s:.1f} s")
+            if len(targets) > 1:
+                raise GroupFailed(str(cause))
+            self._raise(
+                [cause if isinstance(cause, BroadcastError) else BroadcastError(targets[0], f"failed: {cause}")]
+            )
         finally:
             await _end_tasks(tasks)
 
@@ -322,6 +341,7 @@ class WeightSender(TrainerSide):
         self._backend = backend_of(options, device)
         self._logger, self._trace, self._clock = services.logger, services.trace, services.clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
+        self._used = Counter[tuple[str, ...]]()  # the groups of broadcasts in progress
         self._failing = False  # whether the last broadcast failed; its failure has been logged
         self._client, self._reader = client, reader
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -348,21 +368,23 @@ class WeightSender(TrainerSide):
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:
         """Broadcast the version to all these servers together, at most _MAX_TRIES times: each time without the servers that were at
-        fault before. Returns within the limit even if servers hang."""
+        fault before, and in a group for each after no server could be blamed. Returns within the limit even if servers hang."""
         held, targets = self.held, sorted(request.targets, key=lambda target: target.server)
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
         limit_s = request.limit_s
         began = self._clock.monotonic()
-        reply, left, num_tries = BroadcastReply(), targets, 0
+        reply, left, num_tries, alone = BroadcastReply(), targets, 0, False
         async with AsyncExitStack() as opened:
             opened.enter_context(
                 self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets))
             )
             while left and num_tries < _MAX_TRIES:
                 num_tries += 1
-                found, left = await self._try(held, left, opened, deadline=began + limit_s, limit_s=limit_s)
+                parts = [[target] for target in left] if alone else [left]
+                found, left = await self._try(held, parts, opened, deadline=began + limit_s, limit_s=limit_s)
+                alone = alone or not found.errors
                 reply.errors.update(found.errors)
                 reply.mismatched.extend(found.mismatched)
         why = f"{num_tries} broadcasts failed because of other servers"
@@ -373,31 +395,42 @@ class WeightSender(TrainerSide):
     async def _try(
         self,
         held: HeldShare,
-        targets: Sequence[BroadcastTarget],
+        parts: Sequence[list[BroadcastTarget]],
         opened: AsyncExitStack,
         *,
         deadline: float,
         limit_s: float,
     ) -> tuple[BroadcastReply, list[BroadcastTarget]]:
-        """Broadcast once. Returns the reply, and the servers that may get the version in another try. Until that has opened the
-        shares again, this try keeps them open, so that the other ranks keep them."""
-        silent_s = min(limit_s, self._options.broadcast_timeout_s) * _SILENT_SHARE
-        broadcast = Broadcast(held, targets, self._client, deadline=deadline, silent_s=silent_s, clock=self._clock)
+        """Broadcast once, over a group for each part. Returns the reply, and the servers that may get the version in another try.
+        Until that has opened the shares again, this try keeps them open, so that the other ranks keep them."""
+        targets = [target for part in parts for target in part]
+        step_s = min(limit_s, self._options.broadcast_timeout_s)
+        broadcast = Broadcast(held, targets, self._client, deadline=deadline, limit_s=step_s, clock=self._clock)
+        keys = [tuple(target.url for target in part) for part in parts]
+        self._used.update(keys)
         again: list[BroadcastTarget] = []
         try:
             async with asyncio.timeout(broadcast.left_s):
                 broadcast.stage = "opening the shares of the other ranks"
                 shares = await self._reader.open(held, opened, broadcast.left_s)
-                reply = await broadcast.run(await self._group_of(targets, broadcast), self._reader, shares)
+                groups = [(part, await self._group_of(part, broadcast)) for part in parts]
+                reply = await broadcast.run(groups, self._reader, shares)
         except ServersAtFault as fault:
             reply = BroadcastReply(errors=dict(fault.causes))
             again = [target for target in targets if target.server not in fault.causes]
+        except GroupFailed as error:
+            self._logger.info("%s: %s; each server gets a group of its own", broadcast.stage, error)
+            reply, again = BroadcastReply(), targets
         except (TimeoutError, *_FAILURES) as error:
             late = isinstance(error, asyncio.TimeoutError)
             why = f"not done within {limit_s:g} s" if late else str(error) or repr(error)
             reply = _all_failed(targets, f"{broadcast.stage}: {why}")
-        if reply.errors:
+        finally:
+            self._used -= Counter(keys)
+        if reply.errors or again:
             self._forget(targets, reply.errors)
+        for key in [key for key in self._groups if key not in self._used][:-_MAX_GROUPS]:
+            self._leave(key)
         return reply, again
 
     def _log(
@@ -424,7 +457,7 @@ class WeightSender(TrainerSide):
         if (known := self._groups.get(key)) is not None:
             self._groups.move_to_end(key)
             return known
-        offsets, size = rank_offsets(await broadcast.ranks())
+        offsets, size = rank_offsets(await broadcast.ranks(targets))
         store, address = await asyncio.to_thread(serve_store, self._host, broadcast.left_s)
         host, _, port = address.rpartition(":")
         name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # unique: a server may outlive runs and keeps groups that were not destroyed
@@ -445,9 +478,7 @@ class WeightSender(TrainerSide):
         mine = member.join(
             lambda: store, rank=0, size=size, limit_s=broadcast.left_s, host=self._host, device=self._device
         )
-        await broadcast.join(joins, mine)
-        while len(self._groups) > _MAX_GROUPS:
-            self._leave(next(iter(self._groups)))
+        await broadcast.join(targets, joins, mine)
         return member
 
     def _forget(self, targets: Sequence[BroadcastTarget], at_fault: Collection[str]) -> None:

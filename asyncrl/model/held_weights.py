@@ -44,7 +44,7 @@ from asyncrl.weights.update_group import GroupMember, bytes_of, serve_store, sto
 
 _DIGEST_CHARS = 16  # of an xxh3 in hexadecimal
 _ALL_SENT = b"all sent"  # the group can be used again: the rank waits in no call
-_MAX_GROUPS = 4  # at a rank; the sender keeps one, and one for each broadcast in progress
+_MAX_GROUPS = 4  # that a rank keeps; the sender keeps one, and one for each broadcast in progress
 
 
 class ShareError(RuntimeError):
@@ -62,7 +62,7 @@ class ShareServer(TrainerSide):
     def __init__(self, host: str, device: torch.device, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
         self._host, self._device, self._clock = host, device, clock
-        self._members = OrderedDict[str, GroupMember]()  # by the group's name; broadcasts at the same time have several
+        self._members = OrderedDict[str, GroupMember]()  # those that no broadcast uses, by the group's name
         # The held share, and those being sent, by version
         self._alive: WeakValueDictionary[str, HeldShare] = WeakValueDictionary()
 
@@ -78,12 +78,8 @@ class ShareServer(TrainerSide):
             async with listen_routes(web.post("/held_weights", self._answer), host=self._host, cancels=True) as url:
                 yield url
         finally:
-            for name in list(self._members):
-                self._leave(name)
-
-    def _leave(self, name: str) -> None:
-        if (member := self._members.pop(name, None)) is not None:
-            member.leave()
+            for member in self._members.values():
+                member.leave()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -109,14 +105,10 @@ class ShareServer(TrainerSide):
     async def _send(self, held: HeldShare, group: JoinUpdateGroup, response: web.StreamResponse) -> None:
         """Send each bucket's digest in the answer, and the bucket to rank 0 of the group. Leaves the group after an error."""
         name, limit_s = group.group_name, group.limit_s
-        if is_new := name not in self._members:
-            self._members[name] = GroupMember(name, group.backend, self._clock)
-        member = self._members[name]
-        self._members.move_to_end(name)
-        if len(self._members) > _MAX_GROUPS:
-            self._leave(next(iter(self._members)))
+        known = self._members.pop(name, None)
+        member = known or GroupMember(name, group.backend, self._clock)
         try:
-            if is_new:
+            if known is None:
                 await member.join(
                     lambda: store_at(group.master_address, group.master_port, limit_s),
                     rank=group.rank_offset,
@@ -129,10 +121,14 @@ class ShareServer(TrainerSide):
             for bucket, digested in zip(held.buckets, held.digests, strict=True):
                 await response.write((await digested).encode())
                 await member.send(bucket.flat, limit_s)
+            self._members[name] = member  # first, because the sender may now begin the next broadcast
             await response.write(_ALL_SENT)
         except BaseException:
-            self._leave(name)
+            self._members.pop(name, None)
+            member.leave()
             raise
+        if len(self._members) > _MAX_GROUPS:
+            self._members.popitem(last=False)[1].leave()
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 import json
 import re
 import sys
+import time
 
 import pytest
 
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
+from asyncrl.testing.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 LIMIT_S = 300
@@ -84,4 +86,49 @@ def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts,
         )  # so it is on another host
         assert re.findall(r"weights (\S+) verified", server)[:3] == versions
     assert "load this version and the next" not in logs["gserver_manager_0"]
+    assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.release
+def test_a_cable_that_is_pulled_during_a_broadcast_costs_only_its_host(hosts, run_on_hosts, tmp_path):
+    """The other server gets the version by another broadcast. The server behind the cable fetches the version, or a newer one, when
+    the cable is back. Broadcasts to both follow."""
+    config = make_tiny_run(tmp_path)
+    # About 300 buckets, so that a broadcast takes seconds
+    make_tiny_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_layers=24)
+    hide_weights(config, hosts[1:])
+    run = run_on_hosts(
+        config,
+        "allocation=transformers.d2+d1",
+        "rollout.num_workers=1",
+        "train.max_steps=8",
+        "manager.max_head_offpolicyness=0",
+        "weights.transport=broadcast",
+        "weights.broadcast_network=private",
+        "weights.bucket_bytes=1",
+        f"weights.fetch_dir={tmp_path / 'memory'}",
+    )
+    run.launcher.wait_for_step(2, LIMIT_S)  # its version is broadcast now
+    time.sleep(0.7)
+    hosts[2].unplug()
+    folder = run.run_dir / "logs" / "attempt_1"
+
+    def failure():
+        return re.search(
+            r"broadcast of weights (\S+) to (\S+) failed: (.*)", (folder / "gserver_manager_0.log").read_text()
+        )
+
+    version, behind, why = run.launcher.wait_until(failure, "the broadcast has failed", 60).groups()
+    hosts[2].plug()
+    assert run.launcher.wait(LIMIT_S) == 0, run.launcher.output() + run.outputs()
+
+    assert re.match(rf"broadcasting bucket \d+ of \d+: {behind} did not answer for", why)
+    other = f"generation_server/{1 - int(behind[-1])}"
+    sent = re.findall(r"weights (\S+) broadcast to (.*) \(", (folder / "model_worker_0.log").read_text())
+    assert (version, other) in sent
+    fetched = re.findall(r"weights (\S+) fetched from", (folder / f"{behind.replace('/', '_')}.log").read_text())
+    assert any(number >= version for number in fetched)
+    assert [servers for number, servers in sent if number > version][-1] == "generation_server/0, generation_server/1"
+    assert train_steps(run.run_dir)[-1]["step"] == 8
+    assert "is lost" not in run.launcher.output()
     assert_nothing_left(run.run_dir)

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ import torch
 
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig, WeightsConfig
+from asyncrl.generation.receive import StagedReceiver
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.held_weights import ShareReader, ShareServer
@@ -36,12 +38,14 @@ from asyncrl.protocol.weight_updates import (
     BroadcastReply,
     BroadcastRequest,
     BroadcastTarget,
+    JoinUpdateGroup,
     ReceiveWeights,
     UpdateWeightsReply,
 )
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.http_client import open_session
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights.update_group import GroupMember
+from asyncrl.weights.update_group import GroupMember, serve_store
 from asyncrl.weights.versions import version_dir, write_version
 from tests.support.buckets import pack
 from tests.support.memory_names import memory_system, open_names
@@ -84,7 +88,8 @@ def held(version: WeightVersion, bucket_bytes: int = 100_000) -> HeldShare:
 # -------------------------------------------------------------------------------------------------------------- servers
 
 
-def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameResolveConfig]:
+def make_server(model_path: Path, space: str, newest: WeightVersion = V2) -> tuple[GenerationServer, NameResolveConfig]:
+    """newest: the newest version that the trainer has published."""
     resolve = NameResolveConfig(endpoints=[f"memory://{space}"])
     info = WorkerInfo(
         kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1,
@@ -94,7 +99,7 @@ def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameRes
         worker=info, engine="transformers", model_path=str(model_path), tokenizer_path=str(model_path),
         generation=GENERATION, torch_threads=1,
     )  # fmt: skip
-    open_names(resolve).add(Names("e", "t").weights_held("actor"), str(V2), replace=True)
+    open_names(resolve).add(Names("e", "t").weights_held("actor"), str(newest), replace=True)
     return GenerationServer(config, memory_system()), resolve
 
 
@@ -152,10 +157,10 @@ async def served(model_path: Path) -> AsyncIterator[Client]:
         resolver.close()
 
 
-def be_server(model_path: Path, pipe: Connection) -> None:
+def be_server(model_path: Path, pipe: Connection, newest: WeightVersion = V2) -> None:
     """The main function of a process: a server that sends its address through the pipe."""
     torch.set_num_threads(1)
-    server, resolve = make_server(model_path, "process")
+    server, resolve = make_server(model_path, "process", newest)
 
     async def live() -> None:
         main = asyncio.create_task(server.main())
@@ -441,6 +446,72 @@ async def test_two_broadcasts_at_the_same_time_do_not_mix(model_path: Path) -> N
             trainer.hold(ranks.hold(version))
             assert await send(trainer, version, one) == BroadcastReply()
         assert set(ranks.servers[0]._members) == groups
+
+
+async def test_more_broadcasts_than_a_rank_keeps_groups() -> None:
+    """A rank leaves no group that a broadcast uses."""
+    rank = ShareServer("127.0.0.1", CPU)
+    rank.hold(
+        HeldShare(
+            V1, pack([("a", torch.rand(10_000), torch.float32), ("b", torch.rand(10_000), torch.float32)], 40_000)
+        )
+    )
+    assert rank.held is not None
+    mine = HeldShare(V1, [], others={1: rank.held.specs})
+    async with rank.serving() as url, open_session(max_connections=0) as session, AsyncExitStack() as opened:
+
+        async def url_of(worker: int) -> str:
+            return url
+
+        readers = [reader(session, url_of) for _ in range(6)]
+        shares = [await one.open(mine, opened, LIMIT_S) for one in readers]
+        async with asyncio.timeout(LIMIT_S / 2):
+            for one, share in zip(readers, shares, strict=True):
+                async with one.buckets(mine, share) as buckets:
+                    digests = [bucket.digest async for bucket in buckets]
+                assert digests == [await digest for digest in rank.held.digests]
+
+
+async def test_a_receiver_leaves_the_group_that_is_used_least() -> None:
+    """As the sender does. Otherwise the sender would use a group that a server has left."""
+    no_checks = SimpleNamespace(weights_device=CPU, check_tensors=lambda *_, **__: None, uses=lambda flats: [])
+    receiver = StagedReceiver(no_checks, "127.0.0.1", SYSTEM_CLOCK)  # type: ignore[arg-type]
+    members: dict[str, GroupMember] = {}
+
+    async def join(name: str) -> None:
+        members[name] = GroupMember(name, "gloo")
+        store, address = serve_store("127.0.0.1", LIMIT_S)
+        host, _, port = address.rpartition(":")
+        group = JoinUpdateGroup(
+            master_address=host, master_port=int(port), rank_offset=1, world_size=2, group_name=name, backend="gloo"
+        )
+        mine = members[name].join(lambda: store, rank=0, size=2, limit_s=LIMIT_S, host=host, device=CPU)
+        await asyncio.gather(mine, receiver.join(group))
+
+    async def use(name: str) -> None:
+        bucket = ReceiveWeights(
+            names=["a"],
+            dtypes=["uint8"],
+            shapes=[[4]],
+            group_name=name,
+            load_format="flattened_bucket",
+            limit_s=LIMIT_S,
+        )
+        await receiver.begin(BeginWeightUpdate())
+        await asyncio.gather(
+            receiver.receive(bucket), members[name].broadcast(torch.ones(4, dtype=torch.uint8), LIMIT_S)
+        )
+
+    try:
+        for name in ("first", "second", "third", "fourth"):
+            await join(name)
+        await use("first")
+        await join("fifth")
+        await use("first")
+    finally:
+        for name, member in members.items():
+            member.leave()
+            await receiver.leave(name)
 
 
 async def test_a_rank_that_notices_late_that_all_is_sent_stays_in_the_group(
