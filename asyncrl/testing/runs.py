@@ -172,12 +172,12 @@ def reward(prompt, completion, answer):
 """
 
 
-def make_tiny_run(folder: Path, num_prompts: int = 2000) -> Path:
+def make_tiny_run(folder: Path, num_prompts: int = 2000, *, architecture: str = "qwen2", num_layers: int = 1) -> Path:
     """Write the config of the smallest run, a random model, prompts and a reward function. Takes some seconds."""
     from asyncrl.testing.tiny import make_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, num_layers=1)
+    make_tiny_model(folder / "model", architecture, hidden_size=32, intermediate_size=64, num_layers=num_layers)
     prompts = (json.dumps({"prompt": f"{number:04d}", "answer": ""}) for number in range(num_prompts))
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     (folder / "reward.py").write_text(_TINY_REWARD, encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (  # ChatML, with tool calls in the format of Qwen and Hermes
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text")
 
 
 def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -98,6 +98,13 @@ def make_tiny_model(
         raise ValueError(f"architecture {architecture!r}: choose one of {', '.join(ARCHITECTURES)}")
     if tokenizer is None:
         tokenizer = make_char_tokenizer(None)
+    width = hidden_size // num_heads
+    more: dict[str, Any] = {}
+    if architecture == "qwen3_5_text":  # every second layer, from the first on, is linear attention
+        kinds = ["linear_attention", "full_attention"]
+        more = {f"linear_{part}_head_dim": width for part in ("key", "value")}
+        more |= {"linear_num_key_heads": num_kv_heads, "linear_num_value_heads": num_heads}
+        more |= {"layer_types": [kinds[layer % 2] for layer in range(num_layers)], "pad_token_id": None}
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),
@@ -106,13 +113,14 @@ def make_tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=width,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie_embeddings,
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
