@@ -34,10 +34,14 @@ class Load(msgspec.Struct, frozen=True):
         return self.minibatches * sum(self.lengths) * (self.micro_batches if self.full else 1)
 
 
-def sequence_tokens(config: ExperimentConfig) -> int:
-    """Tokens of each sequence of a batch."""
-    prompt = min(config.prompts.max_prompt_length, PROMPT_TOKENS)
-    return min(config.rollout.sampling.max_new_tokens + prompt, config.train.max_tokens_per_mb)
+def prompt_tokens(config: ExperimentConfig) -> int:
+    """Tokens of each prompt."""
+    return min(config.prompts.max_prompt_length, PROMPT_TOKENS)
+
+
+def sequence_tokens(config: ExperimentConfig, response: int) -> int:
+    """Tokens of each sequence of a batch whose responses have so many."""
+    return min(prompt_tokens(config) + response, config.train.max_tokens_per_mb)
 
 
 def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
@@ -48,7 +52,7 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
         critic = train.critic if mfc.role == CRITIC else None
         passes = train.ppo.epochs
         minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)
-    length = sequence_tokens(config)
+    length = sequence_tokens(config, config.rollout.sampling.max_new_tokens)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / grid.num_replicas)
     lengths = [length] * num_sequences
     if train.ptx is not None and mfc.name == TRAIN_MFC:

@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.plan.batches import PROMPT_TOKENS, load_of
+from asyncrl.plan.batches import load_of, prompt_tokens, sequence_tokens
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
 from asyncrl.plan.generation import ServerPlan
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
@@ -114,20 +114,13 @@ def time_bound(
 
 def _shares_of_full_length(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[float, float]:
     """FLOPs and tokens of a sequence whose response has so many tokens, each as a share of those of the longest one."""
-    full, length = (
-        min(new + _prompt_tokens(config), config.train.max_tokens_per_mb)
-        for new in (config.rollout.sampling.max_new_tokens, response)
-    )
+    full, length = (sequence_tokens(config, new) for new in (config.rollout.sampling.max_new_tokens, response))
     return shape.forward_flops(length, length) / shape.forward_flops(full, full), length / full
-
-
-def _prompt_tokens(config: ExperimentConfig) -> int:
-    return min(config.prompts.max_prompt_length, PROMPT_TOKENS)
 
 
 def _mean_tokens(config: ExperimentConfig, response: int) -> int:
     """Tokens of a request in the KV cache, on average over the time in which it is generated."""
-    return _prompt_tokens(config) + math.ceil(response / 2)
+    return prompt_tokens(config) + math.ceil(response / 2)
 
 
 def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Device) -> tuple[float, float]:
@@ -178,7 +171,7 @@ def generation_time(
     """Seconds in which the servers generate one batch, with so many tokens in a response. Each decoding step reads the
     weights and the KV cache of its requests. The prompt of a group is computed once."""
     requests = math.ceil(config.train.batch_size * config.rollout.group_size / server.count)
-    new, prompt = response, _prompt_tokens(config)
+    new, prompt = response, prompt_tokens(config)
     steps = new * max(requests / server.running(_mean_tokens(config, response)), 1.0)
     active = server.weights * shape.active_parameters / shape.parameters
     read = steps * active + requests * new * (prompt + new / 2) * server.kv_token

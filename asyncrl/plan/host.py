@@ -66,8 +66,9 @@ def _plan_host(
     workers = [spec.config.worker for spec in specs if isinstance(spec.config, ModelWorkerConfig)]
     if workers:
         groups = (1 + max_head_offpolicyness(config)) * config.train.batch_size * len(workers) / workers[0].count
+        longest = config.rollout.sampling.max_new_tokens
         of_token = sum(KEY_SPECS[key].dtype.itemsize for key in _KEYS)
-        parts["trajectories"] = round(groups * config.rollout.group_size * sequence_tokens(config) * of_token)
+        parts["trajectories"] = round(groups * config.rollout.group_size * sequence_tokens(config, longest) * of_token)
     read = [_read_by(spec, sizes) for spec in specs]
     return HostPlan(num_hosts, parts.total(), dict(parts), sum(read), max(read))
 
