@@ -160,7 +160,7 @@ def _layout(plan: RunPlan, *, planned: bool) -> Layout:
 
 
 def _speed(layout: Layout) -> tuple[float, float, float]:
-    """Orders layouts by the expected time of a step; of equal ones, the one that receives less is faster, then the one with more
-    slack."""
+    """Orders layouts by the expected time of a step, as it is shown. Of equal ones, the one that receives less is faster, then the
+    one with more slack."""
     time = layout.time
-    return float(f"{time.expected_step_s:.2g}"), time.receiving_s, time.expected_training_s + time.expected_generation_s
+    return float(f"{time.expected_step_s:.3g}"), time.receiving_s, time.expected_training_s + time.expected_generation_s

@@ -552,7 +552,7 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
     most = len(planned)
     assert [layout.planned for layout in layouts] == [True] * most + [False] * (len(layouts) - most)
     assert all(layout.fits for layout in layouts[:most])
-    times = [float(f"{layout.time.expected_step_s:.2g}") for layout in layouts[most:]]
+    times = [float(f"{layout.time.expected_step_s:.3g}") for layout in layouts[most:]]
     assert times == sorted(times)
     for layout in layouts:
         allocation = Allocation.parse(layout.allocation)
