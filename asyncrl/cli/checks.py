@@ -7,11 +7,12 @@ for a config with problems, those of the machine.
 from __future__ import annotations
 
 from asyncrl.cli.architecture_check import judge_architecture
+from asyncrl.cli.attention_check import judge_attention
 from asyncrl.cli.doctor import MACHINE_CHECKS
 from asyncrl.cli.planning import check_plan
 from asyncrl.cli.task_trial import judge_step, try_tasks
 from asyncrl.launch.checks import preflight
-from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, WEIGHTS, Check, Cost, Place
+from asyncrl.launch.checks.checklist import MODEL, PROMPTS, TASKS, TOKENIZER, WEIGHTS, Check, Cost, Place
 
 # In the order of their lines
 CHECKS = (
@@ -40,6 +41,14 @@ CHECKS = (
         lambda case: judge_architecture(case.config),
         reads=("model_path", "allocation", "mode", "generation"),
         needs=(WEIGHTS,),
+        place="tasks",
+        cost="trial",
+    ),
+    Check(
+        "attention of the trainer",
+        judge_attention,
+        reads=("train", "mode"),
+        needs=(MODEL,),
         place="tasks",
         cost="trial",
     ),

@@ -4,9 +4,10 @@ Registered with transformers as `asyncrl_packed`. Load a model with attn_impleme
 forward pass; transformers passes the segments on to every layer. transformers builds no mask for an implementation it does not know
 and would drop a given attention_mask, so pass none. Without segments every row of the batch is one sequence.
 
-On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel (FlashAttention) if it supports the device and the
-layer (why_rectangles). Otherwise, sequences of similar length become the rows of a rectangle, padded to the rectangle's width,
-and run through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it.
+On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel (FlashAttention-2) if it supports the device and the
+layer, and if the sequences are not so long that sdpa is faster (why_rectangles). Otherwise, sequences of similar length become the
+rows of a rectangle, padded to the rectangle's width, and run through sdpa's causal path. Padding comes after the real tokens, so no
+real token attends to it.
 architectures/attention.py finds the window or chunk of each layer, and computes the rectangles.
 
 Shapes: T tokens, H query heads, K key heads, D width of a key, V of a value, S sequences, B rows of a rectangle, W its width, P
@@ -15,7 +16,8 @@ places in all rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -30,7 +32,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, attend, pattern_of
-from asyncrl.model.kernels import has_flash_attention
+from asyncrl.config.schema import TrainConfig
+from asyncrl.model.kernels import has_faster_sdpa, has_flash_attention
 
 NAME = "asyncrl_packed"
 
@@ -40,6 +43,10 @@ NAME = "asyncrl_packed"
 # 10 % of each other, (1.5, 8) takes 1.1 to 1.3 times as long, (2, 16) 1.4 to 1.5 times.
 _STRETCH = 1.1
 _SLACK = 4
+# Mean length of a row's sequences above which sdpa is faster than the varlen kernel. Measured on an H200 with torch 2.11, forward
+# and backward of 32 query and 8 key heads: rectangles take 0.6 of the time for one sequence of 16k tokens, 0.7 for four of 4k, and
+# 1.25 for 64 of 256
+_LONG_TOKENS = 2000
 
 
 def _find_varlen() -> Any:
@@ -79,9 +86,13 @@ class Segments:
     cu_seqlens: Tensor  # [S + 1] int32
     rectangles: tuple[tuple[int, int], ...]  # (B, W), longest first
     places: Tensor  # [T] int64: index of each token among the P places of the rectangles, which are stored one after another
+    is_long: bool  # sdpa is faster than the varlen kernel. Compiled code depends on it, so it is not a length
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Segments:
+    def of(
+        cls, lengths: Sequence[int], *, device: torch.device | str = "cpu", long_tokens: float = math.inf
+    ) -> Segments:
+        """long_tokens: is_long if the sequences have more tokens than that on average."""
         lengths_S = np.asarray(lengths, np.int64)
         longest_first = np.argsort(-lengths_S, kind="stable")
         rectangles: list[tuple[int, int]] = []
@@ -105,6 +116,7 @@ class Segments:
             torch.from_numpy(cu_seqlens).to(device),
             tuple(rectangles),
             torch.from_numpy(places_T).to(device),
+            num_tokens > long_tokens * len(lengths_S),
         )
 
     @property
@@ -166,6 +178,7 @@ def packed_attention(
         terms.pattern,
         softcap=softcap is not None,
         sinks=s_aux is not None,
+        is_long=segments.is_long,
     )
     compute = _in_rectangles if why else _varlen
     output_THV = compute(query_THD, key_TKD, value_TKV, segments, terms)
@@ -173,9 +186,19 @@ def packed_attention(
 
 
 def why_rectangles(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], pattern: Pattern, *, softcap: bool, sinks: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    pattern: Pattern,
+    *,
+    softcap: bool,
+    sinks: bool,
+    is_long: bool = False,
 ) -> str:
-    """Why attention of this kind runs in rectangles; "" if it runs in the varlen kernel. widths: of a key and of a value."""
+    """Why attention of this kind runs in rectangles; "" if it runs in the varlen kernel. widths: of a key and of a value.
+
+    is_long: as in Segments. Windows stay in the varlen kernel: sdpa has no fast kernel for the mask of a rectangle.
+    """
     width, value_width = widths
     reasons = {
         f"the device is {device.type}, not a GPU with FlashAttention": not has_flash_attention(device),
@@ -185,29 +208,50 @@ def why_rectangles(
         "attention is limited to chunks": bool(pattern.chunk),
         "scores have a soft cap": softcap,
         "heads have sinks": sinks,
+        "sequences are long": is_long and not pattern.window,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def reasons_of(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """why_rectangles of each layer."""
-    return [
-        why_rectangles(
-            device,
-            dtype,
-            (layer.key_width, layer.value_width),
-            layer.pattern,
-            softcap=layer.has_softcap,
-            sinks=layer.has_sinks,
-        )
-        for layer in layers
-    ]
+def long_tokens_of(device: torch.device, train: TrainConfig) -> float:
+    """Mean length of a row's sequences above which sdpa is faster than the varlen kernel; inf: never. With checkpointing the whole
+    code of a layer is compiled at once, which rectangles cannot be."""
+    is_one_graph = train.compile == "on" and bool(train.gradient_checkpointing)
+    return _LONG_TOKENS if has_faster_sdpa(device) and not is_one_graph else math.inf
 
 
-def kernels_text(reasons: Sequence[str]) -> str:
-    """The kernel of each layer, for the log. reasons: of reasons_of."""
-    found = sorted(f"rectangles ({why})" if why else f"torch {torch.__version__}'s varlen kernel" for why in reasons)
-    return ", ".join(f"{text} in {len(list(same))} of {len(reasons)} layers" for text, same in groupby(found))
+def reasons_of(
+    layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype, *, long_tokens: float
+) -> dict[bool, list[str]]:
+    """why_rectangles of each layer. Key: whether the sequences of a row are long."""
+    return {
+        is_long: [
+            why_rectangles(
+                device,
+                dtype,
+                (layer.key_width, layer.value_width),
+                layer.pattern,
+                softcap=layer.has_softcap,
+                sinks=layer.has_sinks,
+                is_long=is_long and long_tokens < math.inf,
+            )
+            for layer in layers
+        ]
+        for is_long in (False, True)
+    }
+
+
+def kernels_text(reasons: Mapping[bool, Sequence[str]]) -> str:
+    """The kernels of each layer, for people. reasons: of reasons_of."""
+    found = sorted(_kernels(*both) for both in zip(reasons[False], reasons[True], strict=True))
+    return ", ".join(f"{text} in {len(list(same))} of {len(found)} layers" for text, same in groupby(found))
+
+
+def _kernels(why: str, why_long: str) -> str:
+    if why:
+        return f"rectangles ({why})"
+    long = f", or rectangles (more than {_LONG_TOKENS} tokens per sequence of a micro-batch)," if why_long else ""
+    return f"torch {torch.__version__}'s varlen kernel{long}"
 
 
 def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:

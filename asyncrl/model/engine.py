@@ -40,7 +40,7 @@ from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
-from asyncrl.model.attention import keep_outputs, reasons_of
+from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -106,7 +106,9 @@ class TrainEngine:
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
-        self.why_rectangles: list[str] = []  # of each layer's attention; "": it runs in the varlen kernel
+        # Of each layer's attention; "": it runs in the varlen kernel. Key: whether the sequences of a row are long
+        self.why_rectangles: dict[bool, list[str]] = {}
+        self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
@@ -156,7 +158,7 @@ class TrainEngine:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
-            self.why_rectangles = reasons_of(read_attention(whole, model.path), self.device, self.dtype)
+            self._read_attention(whole, model.path)
         self.with_state = keep_apart(whole)
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
@@ -172,6 +174,10 @@ class TrainEngine:
                 stage.logits = _logits_of(stage, model.path, self.vocab_size)
         return stage
 
+    def _read_attention(self, model: PreTrainedModel, path: str) -> None:
+        layers = read_attention(model, path)
+        self.why_rectangles = reasons_of(layers, self.device, self.dtype, long_tokens=self.long_tokens)
+
     def _load_shard(
         self,
         model: ModelConfig,
@@ -185,7 +191,7 @@ class TrainEngine:
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
-            self.why_rectangles = reasons_of(read_attention(skeleton.model, model.path), self.device, self.dtype)
+            self._read_attention(skeleton.model, model.path)
         self.with_state = keep_apart(skeleton.model)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
@@ -322,7 +328,7 @@ class TrainEngine:
             if batch is not None and micro_batch.sequences:
                 ids = batch.select(micro_batch.sequences)["packed_input_ids"]
             pad_to = -(-max(longest, sum(own)) // parts) * parts
-            packed.append(Packed.of(ids, own, pad_to=pad_to, device=self.device))
+            packed.append(Packed.of(ids, own, pad_to=pad_to, device=self.device, long_tokens=self.long_tokens))
             of_sequences.append(own)
         self.module.micro_batches = packed
         self.module.lengths = of_sequences

@@ -22,6 +22,15 @@ def uses_gpu_kernels(device: torch.device) -> bool:
 
 def has_flash_attention(device: torch.device) -> bool:
     """Whether FlashAttention-2 supports this device."""
+    return _capability(device) >= (8, 0)
+
+
+def has_faster_sdpa(device: torch.device) -> bool:
+    """Whether sdpa has a faster kernel than FlashAttention-2 for this device. Measured on an H200; a plan assumes such a GPU."""
+    return _capability(device) >= (9, 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
     if _planned_device_type:
-        return _planned_device_type == "cuda"
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return (9, 0) if _planned_device_type == "cuda" else (0, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -20,6 +20,7 @@ benchmarks/train_step.py compares a whole batch padded to its longest sequence.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -165,8 +166,10 @@ class Packed:
         *,
         pad_to: int = 0,
         device: torch.device | str = "cpu",
+        long_tokens: float = math.inf,
     ) -> Packed:
-        """packed_ids: the sequences of the micro-batch, one after another. pad_to: minimum of T', which is at least 1."""
+        """packed_ids: the sequences of the micro-batch, one after another. pad_to: minimum of T', which is at least 1.
+        long_tokens: as in Segments.of."""
         num_tokens = len(packed_ids)
         cu_seqlens = cu_seqlens_of(lengths)
         if num_tokens != cu_seqlens[-1]:
@@ -183,7 +186,7 @@ class Packed:
         return cls(
             to_device(input_ids[None]),
             to_device(position_ids[None]),
-            Segments.of(lengths, device=device),
+            Segments.of(lengths, device=device, long_tokens=long_tokens),
             to_device(predicted - 1),
             to_device(predicted),
             num_tokens,

@@ -82,22 +82,22 @@ def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
         why = "its layers are split over tensor ranks"
     elif engine.with_state:
         why = f"{engine.with_state[0]} carries a state from token to token, which compiled layers are not shown to compute"
-    elif engine.train.gradient_checkpointing and any(engine.why_rectangles):
+    elif engine.train.gradient_checkpointing and any(engine.why_rectangles[False]):
         why = f"with gradient checkpointing, attention in rectangles cannot be: {kernels_text(engine.why_rectangles)}"
     else:
         texts = texts_of(engine.vocab_size)
-        eager, eager_grads = compute(engine, texts), _gradients(engine, texts)
+        eager, eager_grads = _in_each_kernel(engine, texts)
         engine.compile_layers()
         try:
-            compiled, compiled_grads = compute(engine, texts), _gradients(engine, texts)
+            compiled, compiled_grads = _in_each_kernel(engine, texts)
         except TorchDynamoException as error:
             why = str(error).strip().partition("\n")[0]
     if why:
         raise ConfigError(f"train.compile='on': {name} cannot be compiled: {why}; use off")
-    if eager is not None and compiled is not None and (worst := Difference.between(compiled, eager)).nats > bound:
+    if eager and (worst := Difference.between(compiled, eager)).nats > bound:
         raise SelfCheckError(
             f"compiled layers compute other outputs: they differ by {worst.nats:.3g} (bound: {bound:.0e}) at token "
-            f"{worst.token} of a text of {len(texts[worst.text])} tokens; use train.compile=off"
+            f"{worst.token} of a text of {len(texts[worst.text % len(texts)])} tokens; use train.compile=off"
         )
     share, most = _relative_difference(compiled_grads, eager_grads), _GRADIENT_BOUND[torch.finfo(engine.dtype).bits]
     if share > most:
@@ -106,6 +106,25 @@ def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
             f"{most:g}); use train.compile=off"
         )
     logger.info("%s is compiled", name)
+
+
+def _in_each_kernel(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> tuple[list[Logprobs], list[Tensor]]:
+    """Outputs (none on a rank without them) and gradients in each kernel of attention that a run may take."""
+    outputs, grads = list[Logprobs](), list[Tensor]()
+    for _ in _each_kernel(engine):
+        outputs += compute(engine, texts) or []
+        grads += _gradients(engine, texts)
+    return outputs, grads
+
+
+def _each_kernel(engine: TrainEngine) -> Iterator[None]:
+    """Yield once, and again with all sequences counted as long if that changes the kernel of attention in some layer."""
+    least, reasons = engine.long_tokens, engine.why_rectangles
+    try:
+        for engine.long_tokens in (least,) if reasons[True] == reasons[False] else (least, 0.0):
+            yield
+    finally:
+        engine.long_tokens = least
 
 
 def _gradients(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -132,7 +151,7 @@ def check_packing(engine: TrainEngine) -> float:
     rank without outputs means nothing. Raises SelfCheckError on the ranks that see it."""
     texts = texts_of(engine.vocab_size)
     with _attention_calls(engine.model) as silent:
-        packed = compute(engine, texts)
+        packed, *as_long = [compute(engine, texts) for _ in _each_kernel(engine)]
     alone = [compute(engine, [text]) for text in texts]
     turned = compute(engine, texts[::-1])
     with _attention_of(_in_wider_floats):
@@ -144,10 +163,16 @@ def check_packing(engine: TrainEngine) -> float:
     expected = [one for row in alone if row is not None for one in row]
     found = Difference.between(packed, expected), Difference.between(turned[::-1], expected)
     worst = max(found, key=lambda one: one.nats)
+    of_kernels = [Difference.between(one, packed).nats for one in as_long if one is not None]
     bound = bound_of(torch.finfo(engine.dtype).bits, Difference.between(rounded, packed).nats)
     if worst.nats > bound:
         is_whole = len(workers_of(engine)) == 1
         raise SelfCheckError(_mixed(worst, bound, _first_difference(engine, texts) if is_whole else ""))
+    if (gap := max(of_kernels, default=0.0)) > bound:
+        raise SelfCheckError(
+            f"attention of long sequences, in rectangles, has other outputs than the varlen kernel: they differ by {gap:.3g} "
+            f"(bound: {bound:.0e}). One of torch's kernels computes something else on this GPU; use another version of torch"
+        )
     return bound
 
 

@@ -4,7 +4,7 @@ Each storage is one record, from the operation that makes it until nothing refer
 it is made: torch's record_function gives FSDP, the optimizer and asyncrl's own code named spans. Gradients and parameters get their
 kind later, by identity.
 
-Memory within a kernel is invisible, except that of FlashAttention-2's backward pass, which `_workspace` adds.
+Memory within a kernel is invisible, except that of attention's backward pass on a GPU, which `_workspace` adds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.logprobs import SPAN as LOGPROBS
 from asyncrl.plan.counts import Cost, Moment
 from asyncrl.plan.result import collective_name
 
 aten, varlen = torch.ops.aten, torch.ops.torch_attn
+_SDPA_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 GPU_ROUNDING = 512  # bytes: the CUDA allocator rounds each block up to a multiple
 _OPTIMIZER = "Optimizer.step"
 _KIND_OF_SPAN = {  # by the beginning of a span's name
@@ -145,7 +147,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(tensor)
         self._count_flops(func, args, kwargs, out)
         if func is varlen._varlen_attn_backward.default:
-            self._passing("workspace", _workspace(args[1], args[2], args[6]))
+            query, key, starts = args[1], args[2], args[6]
+            self._passing("workspace", _workspace(query, key, len(query), len(starts) - 1))
+        elif func is _SDPA_BACKWARD and uses_gpu_kernels(out[0].device) and out[0].element_size() == 2:
+            query, key = (each.transpose(1, 2) for each in args[1:3])
+            self._passing("workspace", _workspace(query, key, query.shape[0] * query.shape[1], len(query)))
         return out
 
     def _span(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,11 +318,13 @@ _FLOPS: dict[str, Callable[[Any, Any], int]] = {  # by operation; the others are
 }
 
 
-def _workspace(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> int:
+def _workspace(query: Tensor, key: Tensor, num_tokens: int, num_sequences: int) -> int:
     """Bytes that FlashAttention-2's backward pass takes: the gradient of the queries and one sum per token in float32, padded by
-    128 tokens a sequence, and with grouped queries the gradients of keys and values for all query heads."""
-    tokens, num_heads, width = query.shape
-    padded = tokens + 128 * (len(cu_seqlens) - 1)
+    128 tokens a sequence, and with grouped queries the gradients of keys and values for all query heads. sdpa's other kernels are
+    taken to need the same. query: [..., H, D]."""
+    num_heads, width = query.shape[-2:]
+    padded = num_tokens + 128 * num_sequences
     rounded = 32 * math.ceil(width / 32)
-    grouped = 2 * key.shape[0] * num_heads * width * key.element_size() if key.shape[1] != num_heads else 0
+    is_grouped = key.shape[-2] != num_heads
+    grouped = 2 * num_tokens * num_heads * width * key.element_size() if is_grouped else 0
     return 4 * num_heads * padded * (rounded + 1) + grouped

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from asyncrl.architectures.attention import read_attention
-from asyncrl.model.attention import kernels_text, reasons_of
+from asyncrl.config.schema import TrainConfig
+from asyncrl.model.attention import kernels_text, long_tokens_of, reasons_of
 from asyncrl.model.sharding import Skeleton, load_config
 
 from .bench import GIB, Bench
@@ -50,7 +51,8 @@ def memory(bench: Bench) -> Iterator[Row]:
 def attention_kernel(bench: Bench) -> Iterator[Row]:
     model = Skeleton.of(load_config(bench.model_folder("8B"), "lm"), "lm", torch.bfloat16).model
     layers = read_attention(model, "Qwen3-8B")
-    text = kernels_text(reasons_of(layers, bench.device, torch.bfloat16))
+    long_tokens = long_tokens_of(bench.device, TrainConfig())
+    text = kernels_text(reasons_of(layers, bench.device, torch.bfloat16, long_tokens=long_tokens))
     yield Row("attention of Qwen3-8B", note=text, anywhere=True)
 
 

@@ -125,9 +125,11 @@ class AttentionCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_backward_takes_the_kept_outputs_of_attention(model_path):
-    """The gradient of checkpointing and of no checkpointing, with the calls of attention of the latter."""
-    sample = make_sample(np.random.default_rng(0), (700, 30, 1))
+@pytest.mark.parametrize("lengths", [(700, 30, 1), (2500, 1900)], ids=str)
+def test_backward_takes_the_kept_outputs_of_attention(model_path, lengths):
+    """The gradient of checkpointing and of no checkpointing, with the calls of attention of the latter. Long sequences take sdpa on
+    a GPU like an H100."""
+    sample = make_sample(np.random.default_rng(0), lengths)
     found = {}
     for checkpointing in (False, True, "attention"):
         train = TrainConfig(dtype="bfloat16", gradient_checkpointing=checkpointing)

@@ -1,6 +1,7 @@
-"""Packed attention on a GPU: the varlen kernel in bfloat16 and rectangles in float32 give the CPU's results."""
+"""Packed attention on a GPU: the varlen kernel and rectangles in bfloat16, and rectangles in float32, give the CPU's results."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (7, 1, 300, 12, 13, 1, 64, 9, 30)
 
 
-def outputs(model, device, dtype, window):
+def outputs(model, device, dtype, window, long_tokens=math.inf):
     """(logprobs, gradient of every parameter) of a packed row with padding, under autocast to dtype."""
     ids = np.random.default_rng(0).integers(0, 64, sum(LENGTHS))
-    packed = Packed.of(ids, LENGTHS, pad_to=len(ids) + 5, device=device)
+    packed = Packed.of(ids, LENGTHS, pad_to=len(ids) + 5, device=device, long_tokens=long_tokens)
     model = copy.deepcopy(model).to(device)
     for layer in model.base_model.layers:
         layer.self_attn.sliding_window = window
@@ -40,13 +41,17 @@ def outputs(model, device, dtype, window):
 
 
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
-def test_values_and_gradients_are_those_of_the_cpu(dtype, tolerance, window):
+@pytest.mark.parametrize(
+    ("dtype", "long_tokens", "tolerance"),
+    [(torch.float32, math.inf, 1e-4), (torch.bfloat16, math.inf, 0.03), (torch.bfloat16, 0, 0.03)],
+)
+def test_values_and_gradients_are_those_of_the_cpu(dtype, long_tokens, tolerance, window):
+    """long_tokens 0: the kernel of long sequences."""
     model = make_tiny_model(None)
     model.set_attn_implementation(attention.NAME)
     (expected, expected_grads), (found, grads) = (
         outputs(model, "cpu", torch.float32, window),
-        outputs(model, "cuda", dtype, window),
+        outputs(model, "cuda", dtype, window, long_tokens),
     )
     assert (found - expected).norm() < tolerance * expected.norm()
     for ours, theirs in zip(grads, expected_grads, strict=True):

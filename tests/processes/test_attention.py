@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.architectures.attention import CAUSAL, LayerAttention, Pattern
+from asyncrl.config.schema import TrainConfig
 from asyncrl.model import attention
 from asyncrl.model.attention import Segments
 from asyncrl.model.packing import Packed
 from asyncrl.testing.tiny import ARCHITECTURES, make_tiny_model
+from tests.support.varlen_on_cpu import kernels_of_a_gpu
 
 LENGTHS = (7, 1, 30, 12, 13, 1, 64, 9, 30)
 
@@ -218,8 +223,8 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(attention, "has_flash_attention", lambda device: device.type == "cuda")
 
 
-def kernel(dtype=torch.bfloat16, widths=WIDTHS, pattern=CAUSAL, softcap=False, sinks=False, device=GPU) -> str:
-    return attention.why_rectangles(device, dtype, widths, pattern, softcap=softcap, sinks=sinks)
+def kernel(dtype=torch.bfloat16, widths=WIDTHS, pattern=CAUSAL, softcap=False, sinks=False, device=GPU, **more) -> str:
+    return attention.why_rectangles(device, dtype, widths, pattern, softcap=softcap, sinks=sinks, **more)
 
 
 def test_the_reason_for_rectangles_is_named(on_gpu):
@@ -233,6 +238,68 @@ def test_the_reason_for_rectangles_is_named(on_gpu):
     assert "cpu" in kernel(device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "is_long"),
+    [
+        ((16384,), True),
+        ((4096,) * 4, True),
+        ((256,) * 64, False),
+        ((2001,), True),
+        ((2000,), False),
+        ((3000, 1000), False),
+        ((3000, 1002), True),
+        ((), False),
+    ],
+    ids=str,
+)
+def test_long_sequences_take_rectangles(on_gpu, monkeypatch, lengths, is_long):
+    """By their mean length, where sdpa is faster than the varlen kernel: not with windows, and not within compiled code as a
+    whole."""
+    monkeypatch.setattr(attention, "has_faster_sdpa", lambda device: device.type == "cuda")
+    long_tokens = attention.long_tokens_of(GPU, TrainConfig())
+    segments = Segments.of(lengths, long_tokens=long_tokens)
+    assert segments.is_long == is_long
+    assert kernel(is_long=segments.is_long) == ("sequences are long" if is_long else "")
+    assert kernel(pattern=Pattern(window=16), is_long=True) == ""
+    assert "float32" in kernel(torch.float32, is_long=True)
+    in_one_graph = TrainConfig(compile="on", gradient_checkpointing=True)
+    for device, train in ((GPU, in_one_graph), (torch.device("cpu"), TrainConfig())):
+        never = attention.long_tokens_of(device, train)
+        assert not Segments.of(lengths, long_tokens=never).is_long
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_each_kernel_of_a_gpu_gives_the_same_update(monkeypatch, is_long, window):
+    """Values and gradients in bfloat16, with checkpointing that keeps the outputs of attention. The varlen kernel is a stand-in."""
+    kernels_of_a_gpu(monkeypatch)
+    model, packed = models("qwen2", num_heads=4, num_kv_heads=2, window=window)
+    enable = getattr(packed, "activation_checkpointing_enable", None)  # not in transformers 5.17
+    (enable or packed.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": attention.keep_outputs})
+    packed.train()
+    calls = Counter()
+    for name in ("_varlen", "_in_rectangles"):
+        compute = getattr(attention, name)
+
+        def counted(*arguments, compute=compute, name=name):
+            calls[name] += 1
+            return compute(*arguments)
+
+        monkeypatch.setattr(attention, name, counted)
+    monkeypatch.setattr(attention, "_LONG_TOKENS", 0 if is_long else 2000)
+    long_tokens = attention.long_tokens_of(torch.device("cpu"), TrainConfig())
+    monkeypatch.setattr(Packed, "of", partial(Packed.of, long_tokens=long_tokens))
+    sequences = tokens_of(LENGTHS)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = one_at_a_time(model, sequences), in_one_row(packed, sequences)
+    assert calls.keys() == {"_in_rectangles" if is_long and window is None else "_varlen"}
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    for output in (expected, found):
+        output.float().square().sum().backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), model.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm() + 1e-3, name
+
+
 def test_the_log_names_the_kernel_of_each_layer(on_gpu):
     def layer(number: int, sinks: bool) -> LayerAttention:
         return LayerAttention(
@@ -240,9 +307,16 @@ def test_the_log_names_the_kernel_of_each_layer(on_gpu):
         )
 
     layers = [layer(number, sinks=number == 1) for number in range(3)]
-    text = attention.kernels_text(attention.reasons_of(layers, GPU, torch.bfloat16))
+
+    def text_of(long_tokens: float) -> str:
+        reasons = attention.reasons_of(layers, GPU, torch.bfloat16, long_tokens=long_tokens)
+        return attention.kernels_text(reasons)
+
     kernel_name = f"torch {torch.__version__}'s varlen kernel"
+    text = text_of(math.inf)
     assert text == f"rectangles (heads have sinks) in 1 of 3 layers, {kernel_name} in 2 of 3 layers"
+    both = f"{kernel_name}, or rectangles (more than 2000 tokens per sequence of a micro-batch),"
+    assert text_of(2000) == text.replace(kernel_name, both)
 
 
 @pytest.mark.parametrize("asks_for_gqa", [True, False])

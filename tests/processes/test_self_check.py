@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -27,7 +28,9 @@ from asyncrl.architectures import small_copy
 from asyncrl.architectures.agreement import BOUND, SelfCheckError
 from asyncrl.architectures.attention import Pattern
 from asyncrl.architectures.small_copy import WINDOW, longest_window, save_small_copy, small_config
+from asyncrl.cli import attention_check
 from asyncrl.cli.architecture_check import Task, check_architecture, judge_architecture
+from asyncrl.cli.attention_check import judge_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TrainConfig
 from asyncrl.generation import self_check as generation_check
@@ -35,12 +38,14 @@ from asyncrl.generation import states as generation_states
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
+from asyncrl.launch.checks.checklist import Case
 from asyncrl.model import attention, self_check, states
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import load_config
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.process_wide import sockets_in
+from tests.support.varlen_on_cpu import kernels_of_a_gpu
 
 LIMIT_S = 60.0
 SMALL = GenerationConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_running_requests=8)
@@ -574,3 +579,64 @@ def test_compiled_layers_that_compute_something_else_are_refused(tiny, monkeypat
     monkeypatch.setattr(TrainEngine, "compile_layers", lambda engine: compile_layers(engine, compiler))
     with pytest.raises(ConfigError, match=rf"compiled layers compute other {what}.*use train.compile=off"):
         train(tiny, compile="on")
+
+
+def test_check_names_the_kernels_of_attention(tiny, monkeypatch):
+    config = ExperimentConfig(model_path=str(tiny))
+    (on_cpu,) = judge_attention(Case(config, devices=[]))
+    assert (on_cpu.state, on_cpu.value) == ("ok", "in rectangles, by sdpa: the trainer computes on the CPU")
+    monkeypatch.setenv("ASYNCRL_SIMULATED_GPUS", "1")
+    (found,) = judge_attention(Case(config, devices=["0"]))
+    why = "the device is cpu, not a GPU with FlashAttention"
+    assert (found.state, found.value) == ("ok", f"rectangles ({why}) in 2 of 2 layers")
+    monkeypatch.setattr(attention_check, "LIMIT_S", 0.01)
+    (late,) = judge_attention(Case(config, devices=["0"]))
+    assert (late.state, late.remedy) == ("warn", "the log of model_worker_0 names the kernels")
+    assert judge_attention(Case(replace(config, mode="rollout_only"), devices=["0"])) == []
+
+
+COMPILE_LAYERS = TrainEngine.compile_layers
+
+
+def train_as_on_a_gpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], None] = lambda: None, **settings: Any
+) -> TrainEngine:
+    """The kernels of attention are those of a GPU; compiled code runs each operation by itself. first: before the compilation."""
+    kernels_of_a_gpu(monkeypatch)
+    monkeypatch.setattr(TrainEngine, "compile_layers", lambda engine: (first(), COMPILE_LAYERS(engine, "aot_eager")))
+    model = ModelConfig("actor", str(path), "d1", [0], trainable=True)
+    settings = TrainConfig(dtype="bfloat16", **settings)
+    return self_check.load_checked(model, settings, mesh=None, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def spoil_rectangles(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A fault of the kernel of long sequences in 16 bits."""
+    compute = attention._in_rectangles
+
+    def spoiled(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return compute(query, *arguments) * (30 if query.dtype == torch.bfloat16 else 1)
+
+    return lambda: monkeypatch.setattr(attention, "_in_rectangles", spoiled)
+
+
+def test_both_kernels_that_a_run_may_take_are_checked(tiny, monkeypatch, spoil_rectangles):
+    assert train_as_on_a_gpu(tiny, monkeypatch).long_tokens == 2000
+    spoil_rectangles()
+    with pytest.raises(ConfigError, match="attention of long sequences, in rectangles, has other outputs"):
+        train_as_on_a_gpu(tiny, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it
+def test_both_kernels_that_a_run_may_take_are_checked_when_compiled(tiny, monkeypatch, spoil_rectangles):
+    assert train_as_on_a_gpu(tiny, monkeypatch, compile="on").long_tokens == 2000
+    with pytest.raises(ConfigError, match="compiled layers compute other outputs"):
+        train_as_on_a_gpu(tiny, monkeypatch, first=spoil_rectangles, compile="on")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("choice", [True, "attention"])
+def test_compiled_layers_with_checkpointing_stay_in_the_varlen_kernel(tiny, monkeypatch, spoil_rectangles, choice):
+    first = spoil_rectangles  # no row takes them
+    engine = train_as_on_a_gpu(tiny, monkeypatch, first=first, compile="on", gradient_checkpointing=choice)
+    assert engine.long_tokens == math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from inspect import signature
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,6 +28,8 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import training_mfcs
+from asyncrl.model import kernels
+from asyncrl.model.attention import Segments, packed_attention
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
@@ -108,6 +112,22 @@ def test_flops_and_workspace_of_attention_over_sequences(tracker, monkeypatch):
     assert tracker.cost.flops == forward * 3.5
     padded = 8 + 2 * 128
     assert tracker.memory.moments[REST].kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
+
+
+def test_both_kernels_of_attention_on_a_gpu_have_their_memory(tracker, monkeypatch):
+    """Rectangles of long sequences have copies of queries, keys and values beside what the varlen kernel needs."""
+    monkeypatch.setattr(kernels, "_planned_device_type", "cuda")
+    monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 256)
+    found = []
+    for long_tokens in (math.inf, 0):
+        tracker.memory.restart()
+        inputs = [torch.empty(1, heads, 256, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+        segments = Segments.of([64] * 4, long_tokens=long_tokens)
+        packed_attention(nn.Module(), *inputs, None, segments=segments)[0].sum().backward()
+        found.append(tracker.memory.moments[REST])
+    varlen, rectangles = found
+    assert varlen.kinds["workspace"] == rectangles.kinds["workspace"] > 0
+    assert varlen.peak < rectangles.peak < varlen.peak + 3 * (4 + 2 + 2) * 256 * 32 * 2
 
 
 def test_values_that_fake_tensors_lack_are_guessed(tracker):

@@ -38,10 +38,10 @@ _DESCRIPTION = """Check whether a config can run on this machine, and list its p
 
 Without CONFIG it examines only the machine: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
 etcd, SGLang. With CONFIG it first validates every field and the files that it names, reports all problems at once, and
-lists the processes. It also checks a small copy of the model's architecture (60 s and 4 GiB at most), imports each agent
-and environment, and calls each reward function once: on the first training prompt of its task, with the answer as the
-response, in a process with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes). Secrets (passwords
-in URLs, tokens, API keys) are shown as ***."""
+lists the processes. It also names the kernels of the trainer's attention, checks a small copy of the model's
+architecture (60 s and 4 GiB at most), imports each agent and environment, and calls each reward function once: on the
+first training prompt of its task, with the answer as the response, in a process with the run's limits
+(rollout.reward_timeout_s, rollout.reward_memory_bytes). Secrets (passwords in URLs, tokens, API keys) are shown as ***."""
 
 _EPILOG = """
 
