@@ -60,7 +60,7 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
 
 
 def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts, tmp_path):
-    """Every version after the first comes by broadcast. A server compares checksums of all bytes with those of the sender."""
+    """What a server does not fetch comes by broadcast. It compares checksums of all bytes with those of the sender."""
     config = make_tiny_run(tmp_path)
     hide_weights(config, hosts[1:])
     run = run_on_hosts(
@@ -77,14 +77,19 @@ def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts,
     assert run.launcher.wait(LIMIT_S) == 0, run.launcher.output() + run.outputs()
 
     logs = {path.stem: path.read_text() for path in (run.run_dir / "logs" / "attempt_1").glob("*_?.log")}
-    versions = [f"a0001-v0000000{number}" for number in range(3)]
-    assert re.findall(r"weights (\S+) broadcast to generation_server/0, ", logs["model_worker_0"])[:2] == versions[1:]
-    for index in range(2):
+    sent = re.findall(r"weights (\S+) broadcast to (.*) \(", logs["model_worker_0"])
+    by_broadcast = []
+    for index in range(
+        2
+    ):  # a server that starts late begins with a later version than the first, or is in no broadcast
         server = logs[f"generation_server_{index}"]
-        assert (
-            re.findall(r"weights (\S+) fetched from 10\.77\.0\.1", server) == versions[:1]
-        )  # so it is on another host
-        assert re.findall(r"weights (\S+) verified", server)[:3] == versions
+        fetched = re.findall(r"weights (\S+) fetched from 10\.77\.0\.1", server)  # so it is on another host
+        verified = re.findall(r"weights (\S+) verified", server)
+        assert verified[0] in fetched
+        received = set(verified).difference(fetched, ["a0001-v00000003"])  # the run ends during the last broadcast
+        assert received <= {version for version, servers in sent if f"generation_server/{index}" in servers}
+        by_broadcast += received
+    assert by_broadcast
     assert "load this version and the next" not in logs["gserver_manager_0"]
     assert_nothing_left(run.run_dir)
 
