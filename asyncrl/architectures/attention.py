@@ -58,6 +58,11 @@ def pattern_of(module: nn.Module, sliding_window: int | None) -> Pattern:
     return found if found is not None else Pattern(window=sliding_window or 0)
 
 
+def patterns_in(model: nn.Module) -> list[Pattern]:
+    """The patterns that read_attention found for the attention modules of a model, in their order; empty before it has read it."""
+    return [getattr(module, _ATTRIBUTE) for module in model.modules() if hasattr(module, _ATTRIBUTE)]
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """The attention of one layer, and what its key-value cache must hold."""

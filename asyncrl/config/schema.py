@@ -424,7 +424,7 @@ class TrainConfig:
     # whole batch. Minibatches take the groups in order of arrival. If targets are normalised over the batch (advantage_norm=batch,
     # value_norm), parts only run inference, and the last one trains on the whole batch, with shuffled minibatches
     streaming: bool = False
-    # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens
+    # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same FLOPs
     streaming_order: str = choice("groups", "groups", "balanced", "tokens")
     streaming_tokens: int = limited(0, at_least=0)  # tokens that begin a part, with streaming_order=tokens
     streaming_parts: int = limited(0, at_least=0)  # equal parts of each batch; 0: as many as streaming_order makes

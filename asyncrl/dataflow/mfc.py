@@ -24,7 +24,7 @@ from asyncrl.protocol.names import ACTOR
 
 KINDS = ("inference", "train_step")
 # Which groups of a call each data rank of the model gets.
-# data_parallel: each group goes to one rank. The ranks get about the same number of tokens, whatever number of groups that is
+# data_parallel: each group goes to one rank. The ranks get about the same number of FLOPs, whatever number of groups that is
 # rank_zero: all groups go to rank 0    one_to_all: all groups go to each rank
 # all_to_all: the call has a batch for each rank, in rank order
 DISPATCHES = ("data_parallel", "rank_zero", "one_to_all", "all_to_all")

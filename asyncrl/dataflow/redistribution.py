@@ -28,15 +28,18 @@ Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the worker
 
 def assign(
     ids: Sequence[str],
-    tokens: Mapping[str, int],
+    costs: Mapping[str, int],
     holders: Mapping[str, Collection[int]],
     num_ranks: int,
     tolerance: float,
+    *,
+    earlier: Sequence[int] = (),
 ) -> list[list[str]]:
     """Return the ids of each rank, in the order of `ids`. With more ranks than ids, some ranks get none.
 
-    tokens: number of tokens of each id. holders: the ranks that hold an id's data. An id without holders may go to any rank.
-    An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean number of tokens.
+    costs: of each id. holders: the ranks that hold an id's data. An id without holders may go to any rank. earlier: by rank, the
+    cost of what it has besides, which decides between ranks that are equal here.
+    An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean cost.
     In that case ids move from the fullest rank to the emptiest rank until the limit holds, or until no move of a single id makes
     the fullest rank less full. If the limit then holds, every id that can return to one of its holders within the limit does so.
     The result is deterministic.
@@ -45,30 +48,30 @@ def assign(
         raise ValueError(f"num_ranks is {num_ranks}; use at least 1")
     homes = {group: sorted(holders.get(group, ())) or list(range(num_ranks)) for group in ids}
     place: dict[str, int] = {}
-    loads = [0] * num_ranks
-    free = sorted((group for group in ids if len(homes[group]) > 1), key=lambda group: -tokens[group])  # stable
+    loads, before = [0] * num_ranks, earlier or [0] * num_ranks
+    free = sorted((group for group in ids if len(homes[group]) > 1), key=lambda group: -costs[group])  # stable
     for group in [*(group for group in ids if len(homes[group]) == 1), *free]:
-        place[group] = min(homes[group], key=lambda rank: (loads[rank], rank))
-        loads[place[group]] += tokens[group]
+        place[group] = min(homes[group], key=lambda rank: (loads[rank], before[rank], rank))
+        loads[place[group]] += costs[group]
 
     def move(group: str, rank: int) -> None:
-        loads[place[group]] -= tokens[group]
-        loads[rank] += tokens[group]
+        loads[place[group]] -= costs[group]
+        loads[rank] += costs[group]
         place[group] = rank
 
     limit = (1 + tolerance) * sum(loads) / num_ranks
     while (fullest := max(loads)) > limit:
         top, low = loads.index(fullest), loads.index(min(loads))
-        here = [group for group in ids if place[group] == top and 0 < tokens[group] < fullest - loads[low]]
+        here = [group for group in ids if place[group] == top and 0 < costs[group] < fullest - loads[low]]
         if not here:
             break
-        move(_best_to_move([(group, tokens[group]) for group in here], fullest, loads[low], limit), low)
+        move(_best_to_move([(group, costs[group]) for group in here], fullest, loads[low], limit), low)
     returned = max(loads) <= limit
     while returned:
         returned = False
         for group in ids:
             home = min(homes[group], key=lambda rank: (loads[rank], rank))
-            if place[group] not in homes[group] and loads[home] + tokens[group] <= limit:
+            if place[group] not in homes[group] and loads[home] + costs[group] <= limit:
                 move(group, home)
                 returned = True
     return [[group for group in ids if place[group] == rank] for rank in range(num_ranks)]

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from asyncrl.dataflow.graph import TRAIN_MFC, steps_early, waiting_for_batch
+from asyncrl.master.balance import Balance
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.generating import Generate, GeneratingStep, Prompts
@@ -143,6 +144,7 @@ class FunctionExecutor:
         hooks: ParameterHooks,
         function: StepFunction,
         heads: Sequence[int],
+        balance: Balance,
         *,
         records: bool = False,
     ) -> None:
@@ -150,6 +152,7 @@ class FunctionExecutor:
         them, together with the keys that MFCs produce."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._refresher, self._function, self._heads, self._records = refresher, function, heads, records
+        self._balance = balance
         self._on_policy = OnPolicy()
         self._result = StepResult()  # of the step that runs, or comes next
         self._homes = homes
@@ -235,6 +238,7 @@ class FunctionExecutor:
             self._heads,
             self._tracker,
             self._caller,
+            self._balance,
             records=self._records,
             result=self._result,
             ends_step=ends_step,

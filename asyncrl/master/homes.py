@@ -17,9 +17,10 @@ from functools import partial
 from asyncrl.config.schema import REF
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
-from asyncrl.dataflow.redistribution import Transfer, assign, plan_fetches
+from asyncrl.dataflow.redistribution import Transfer, plan_fetches
 from asyncrl.dataflow.topology import Handler, ModelPlacement
 from asyncrl.dataflow.worker_groups import on_missing
+from asyncrl.master.balance import Balance
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
@@ -27,7 +28,7 @@ from asyncrl.master.handles import Call
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import MISSING
-from asyncrl.master.step_part import BALANCE_TOLERANCE, PartOfStep
+from asyncrl.master.step_part import PartOfStep
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
@@ -246,9 +247,10 @@ class ArrivingInference(InDetachedGroup):
         refresher: Refresher,
         tracker: StorageTracker,
         buffer: AsyncIOSequenceBuffer,
+        balance: Balance,
     ) -> None:
         super().__init__(mfc, placement, hooks, detached, refresher, tracker)
-        self._buffer, train = buffer, hooks.train
+        self._buffer, self._balance, train = buffer, balance, hooks.train
         self._arriving = ArrivingGroups(
             max_tokens=train.max_tokens_per_mb * placement.grid.num_replicas,
             batch_size=train.batch_size,
@@ -313,8 +315,8 @@ class ArrivingInference(InDetachedGroup):
     async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
         """Run the MFC on these groups, or on none if the master drops one of them while their inputs arrive: their workers may have
         cleared it. Returns the seconds at the slowest worker."""
-        ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
-        parts = assign(ids, tokens, {}, self.placement.grid.num_replicas, BALANCE_TOLERANCE)
+        ids, num_ranks = [meta.ticket_id for meta in metas], self.placement.grid.num_replicas
+        parts = self._balance.deal(self.placement.name, metas, num_ranks, {}, drawn_for=None)
         body = ExecuteMFC(mfc=self.mfc.name, version=version, ids=ids, parts=parts)
         await self._fetch_inputs(body, self.mfc.input_keys, incarnation)
         if self._dropped(metas):
@@ -340,6 +342,7 @@ def homes_of(
     refresher: Refresher,
     tracker: StorageTracker,
     buffer: AsyncIOSequenceBuffer,
+    balance: Balance,
 ) -> list[Home]:
     """Return where the model of each MFC lives, in the graph's order. Raises ValueError if an MFC's model is not placed."""
     mfcs = [graph.mfcs[name] for name in graph.order]
@@ -353,7 +356,7 @@ def homes_of(
         if detached.worker_groups.is_local(placement.workers[0]):
             homes.append(InTrainerGroup(mfc, placement, caller, hooks, refresher))
         elif hooks.train.arriving_inference and alone:
-            homes.append(ArrivingInference(mfc, placement, hooks, detached, refresher, tracker, buffer))
+            homes.append(ArrivingInference(mfc, placement, hooks, detached, refresher, tracker, buffer, balance))
         else:
             homes.append(InDetachedGroup(mfc, placement, hooks, detached, refresher, tracker))
     return homes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from asyncrl.dataflow.graph import without_generation
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
+from asyncrl.master.balance import Balance
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups
@@ -89,9 +91,12 @@ class ModelWorkers:
             )
             if wrong := [f"{name}={value!r}: {remedy}" for name, value, remedy in problems]:
                 raise ConfigError("\n".join(wrong))
+        self.balance = Balance(mfcs, config.train, config.worker.seed)
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
         self.executor = FunctionExecutor(
-            homes_of(graph, self.models, caller, self.hooks, self._detached, self.refresher, tracker, buffer),
+            homes_of(
+                graph, self.models, caller, self.hooks, self._detached, self.refresher, tracker, buffer, self.balance
+            ),
             self.refresher,
             buffer,
             tracker,
@@ -99,6 +104,7 @@ class ModelWorkers:
             self.hooks,
             function,
             self.heads,
+            self.balance,
             records=config.records,
         )
 
@@ -114,10 +120,12 @@ class ModelWorkers:
 
     async def load(self) -> None:
         """Wait until all workers have loaded their models."""
-        await asyncio.gather(
+        replies = await asyncio.gather(
             self.caller.call("models to be loaded", list(self.worker_groups.trainer), Ping()),
             *(self._load_detached(group) for group in self.worker_groups.detached),
         )
+        for reply in itertools.chain(*replies):
+            self.balance.flops.update(reply.model_flops)
 
     async def load_checkpoint(self, path: Path, version: int) -> None:
         """Load a checkpoint at every worker of the trainer group. If the run refreshes the reference models
@@ -168,8 +176,8 @@ class ModelWorkers:
         )
         await self.caller.call(f"{body.folder} to be complete", self.models[body.role].workers[:1], commit)
 
-    async def _load_detached(self, group: Sequence[int]) -> None:
+    async def _load_detached(self, group: Sequence[int]) -> list[CallResult]:
         what = "models to be loaded"
-        await self._detached.repeated(
+        return await self._detached.repeated(
             what, group, lambda incarnation: self._detached.call(incarnation, what, group, Ping())
         )

@@ -210,6 +210,7 @@ class Rollouts(BatchSource):
             self._former,
             self._buffer,
             self._workers.executor,
+            self._workers.balance,
             version=self._books.version.version,
             num_ranks=len(self._workers.heads),
             clock=self._clock,

@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
+from asyncrl.dataflow.redistribution import Transfer, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.master.balance import Balance
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch
@@ -27,7 +28,6 @@ from asyncrl.protocol.trajectories import TrajectoryMeta
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
 # Statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
 TRANSFER_S = "time/transfer_s"
-BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
 
 
 class PartOfStep:
@@ -42,6 +42,7 @@ class PartOfStep:
         heads: Sequence[int],
         tracker: StorageTracker,
         caller: WorkerCaller,
+        balance: Balance,
         *,
         records: bool,
         result: StepResult,
@@ -64,19 +65,19 @@ class PartOfStep:
         self._num_replied = 0
         self._records = records
         self._placements = placements
-        self._caller = caller
+        self._caller, self._balance = caller, balance
         self._reads = reads
         self._heads = heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
         self._ids: frozenset[str] = frozenset()  # the groups of the batch
-        self._tokens: dict[str, int] = {}  # of each group
+        self._metas: dict[str, TrajectoryMeta] = {}  # of each group
 
     def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> None:
         """Assign the batch's parts to each model's ranks and move the keys that they lack. A group goes to a data rank that lacks
-        the fewest of these keys, as far as the balance of tokens allows."""
+        the fewest of these keys, as far as the balance of the ranks allows."""
         ids = [meta.ticket_id for meta in metas]
         self._ids = frozenset(ids)
-        self._tokens = {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        self._metas = {meta.ticket_id: meta for meta in metas}
         for meta in metas:
             self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
         steps: list[RedistribStep] = []
@@ -111,8 +112,13 @@ class PartOfStep:
     def _assign(self, model: str, ids: Sequence[str], keys: Sequence[str]) -> None:
         placement = self._placements[model]
         homes = {group: self._homes(group, placement, keys) for group in ids}
-        parts = assign(ids, self._tokens, homes, placement.grid.num_replicas, BALANCE_TOLERANCE)
-        self._parts[model, frozenset(ids)] = parts
+        self._parts[model, frozenset(ids)] = self._balance.deal(
+            model,
+            [self._metas[group] for group in ids],
+            placement.grid.num_replicas,
+            homes,
+            drawn_for=self.version if self.ends_step and not self.batch else None,
+        )
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Those of these keys that are not missing in this step."""

@@ -15,42 +15,42 @@ from collections.abc import Sequence
 
 from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.redistribution import assign
+from asyncrl.master.balance import BALANCE_TOLERANCE, Balance
 from asyncrl.master.batch import BatchFormer
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor
-from asyncrl.master.step_part import BALANCE_TOLERANCE
 from asyncrl.protocol.manager import LedgerView
+from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.clock import Clock
 
 
-def begins_part(groups: Sequence[TrajectoryMeta], train: TrainConfig, num_ranks: int) -> bool:
+def begins_part(groups: Sequence[TrajectoryMeta], balance: Balance, train: TrainConfig, num_ranks: int) -> bool:
     """Whether these admissible groups are enough for a part, by train.streaming_order. Pure.
 
-    groups: at least one group.
-    balanced: the groups, dealt whole to the data ranks, leave no rank with more than 1.1 times the mean number of tokens.
+    balanced: the groups, dealt whole to the data ranks, leave no rank with more than 1.1 times the mean cost.
     tokens: they have at least train.streaming_tokens tokens.
     The rest of a batch is trained as its last part in any case.
     """
-    tokens = {meta.ticket_id: sum(meta.seqlens) for meta in groups}
-    if not tokens or train.streaming_order == "groups":
-        return bool(tokens)
+    if not groups or train.streaming_order == "groups":
+        return bool(groups)
     if train.streaming_order == "tokens":
-        return sum(tokens.values()) >= train.streaming_tokens
-    dealt = assign(list(tokens), tokens, {}, num_ranks, BALANCE_TOLERANCE)
-    fullest = max(sum(tokens[ticket] for ticket in rank) for rank in dealt)
-    return fullest <= (1 + BALANCE_TOLERANCE) * sum(tokens.values()) / num_ranks
+        return sum(sum(meta.seqlens) for meta in groups) >= train.streaming_tokens
+    costs = balance.costs(ACTOR, groups)
+    dealt = assign(list(costs), costs, {}, num_ranks, BALANCE_TOLERANCE)
+    fullest = max(sum(costs[ticket] for ticket in rank) for rank in dealt)
+    return fullest <= (1 + BALANCE_TOLERANCE) * sum(costs.values()) / num_ranks
 
 
 def next_part(
-    groups: Sequence[TrajectoryMeta], train: TrainConfig, num_ranks: int, num_parts: int
+    groups: Sequence[TrajectoryMeta], balance: Balance, train: TrainConfig, num_ranks: int, num_parts: int
 ) -> Sequence[TrajectoryMeta]:
     """Return those of these admissible groups that form the next part now; empty: none. Pure.
 
     num_parts: of the batch so far. With train.streaming_parts each part has its share of the batch, and the last one is left.
     """
     if train.streaming_parts < 1:
-        return groups if begins_part(groups, train, num_ranks) else ()
+        return groups if begins_part(groups, balance, train, num_ranks) else ()
     share = share_of(num_parts, train)
     return groups[:share] if num_parts < train.streaming_parts - 1 and len(groups) >= share else ()
 
@@ -74,6 +74,7 @@ class PartRunner:
         former: BatchFormer,
         buffer: AsyncIOSequenceBuffer,
         executor: FunctionExecutor,
+        balance: Balance,
         *,
         version: int,
         num_ranks: int,
@@ -81,7 +82,7 @@ class PartRunner:
     ) -> None:
         """num_ranks: data ranks of the actor. version: the weights that the step begins from."""
         self._train, self._former, self._buffer, self._executor = train, former, buffer, executor
-        self._version, self._num_ranks = version, num_ranks
+        self._balance, self._version, self._num_ranks = balance, version, num_ranks
         self.seconds = 0.0  # in which parts were trained
         self._num_parts = 0
         self._clock = clock
@@ -103,7 +104,8 @@ class PartRunner:
         """Run parts until `stop`. Ends after the part that is running then. The caller bounds the wait for groups."""
         while not self._stopped:
             self._changed.clear()
-            if groups := next_part(self._admissible(), self._train, self._num_ranks, self._num_parts):
+            found = self._admissible()
+            if groups := next_part(found, self._balance, self._train, self._num_ranks, self._num_parts):
                 self._former.take(groups)
                 ordered = sorted(groups, key=lambda meta: (meta.locator, meta.ticket_id))
                 await self._execute([meta.ticket_id for meta in ordered])

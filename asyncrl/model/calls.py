@@ -59,6 +59,7 @@ from asyncrl.protocol.calls import (
     SaveModel,
     WriteWeights,
 )
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.trajectories import TrajectoryMeta
@@ -162,6 +163,7 @@ class Calls:
     async def _execute_here(self, call: Call) -> None:
         """Execute a call of a kind that does not overlap later calls: it is complete and answered when this returns."""
         body, start, num_bytes, unfetched = call.body, self._clock.monotonic(), 0, ""
+        model_flops: dict[str, ModelFlops] = {}
         if isinstance(body, FetchData):
             try:
                 with self._trace.overlapping("fetch data", kind="data"):
@@ -200,11 +202,13 @@ class Calls:
             num_bytes = await self._compute(partial(self._profiler.end, folder), "the profile to be written")
         elif isinstance(body, Ping):
             await self._compute(lambda: None, "ping")
+            model_flops = {name: engine.flops for name, engine in self.engines.items()}
         else:
             raise TypeError(f"this worker cannot execute a call of kind {type(body).__name__}")
         if unfetched:
             self._logger.warning("%s", unfetched)
-        call.reply(CallResult(seconds=self._clock.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
+        seconds = self._clock.monotonic() - start
+        call.reply(CallResult(seconds=seconds, num_bytes=num_bytes, unfetched=unfetched, model_flops=model_flops))
 
     def _release_devices(self) -> None:
         for engine in self.engines.values():

@@ -41,7 +41,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
 from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of
-from asyncrl.model.flops import ModelFlops
+from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.mesh import ModelMesh
@@ -160,7 +160,7 @@ class TrainEngine:
             whole.to(self.device)  # type: ignore[arg-type]
             self._read_attention(whole, model.path)
         self.with_state = keep_apart(whole)
-        self.flops = ModelFlops.of(whole)
+        self.flops = flops_of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
             whole,
@@ -193,7 +193,7 @@ class TrainEngine:
         if weights.has_values:
             self._read_attention(skeleton.model, model.path)
         self.with_state = keep_apart(skeleton.model)
-        self.flops = ModelFlops.of(skeleton.model)
+        self.flops = flops_of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
         if grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
@@ -314,10 +314,12 @@ class TrainEngine:
         batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
         lengths = batch.lengths if batch is not None else ()
         budget = budget or self.train.max_tokens_per_mb
-        plan = plan_micro_batches(lengths, budget, min_count=min_count)
+        # A pipeline pads its micro-batches to the longest: there tokens are to be balanced
+        costs = [self.flops.of_batch([length]) for length in lengths] if self.num_stages == 1 else ()
+        plan = plan_micro_batches(lengths, budget, costs=costs, min_count=min_count)
         count = self._largest(len(plan))
         if count > len(plan):
-            plan = plan_micro_batches(lengths, budget, min_count=count)
+            plan = plan_micro_batches(lengths, budget, costs=costs, min_count=count)
         longest = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
         parts = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
         packed, of_sequences = [], []
@@ -397,7 +399,7 @@ class TrainEngine:
         if begins:
             self.optimizer.zero_grad()
         work = self._set_up(sample, min_count=self.num_stages, temperature=temperature)
-        self.trained_flops += self.flops.of_training(work.batch.lengths) if work.batch is not None else 0
+        self.trained_flops += self.flops.of_batch(work.batch.lengths, trains=True) if work.batch is not None else 0
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:

@@ -49,6 +49,7 @@ from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.data.words import words_error
 from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, is_one_update
 from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.model.supervised import SupervisedTexts
 
@@ -632,21 +633,6 @@ class AdvantagesInterface(Interface):
             prefix = "value_norm."
             norm = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             self.value_norm.load_state_dict(norm)
-
-
-def split_minibatches(
-    batch_ids: Sequence[str], num: int, *, seed: int, version: int, epoch: int = 0
-) -> list[list[str]]:
-    """Shuffle the whole batch by (seed, version, epoch) and cut it into `num` parts whose sizes differ by at most one.
-
-    epoch: the number of passes over the batch before this one.
-
-    The result is the same on every rank, whichever groups it holds. With fewer groups than `num` there is one part for each group.
-    Ids within a part are in canonical order.
-    """
-    order = np.random.default_rng([seed, version, epoch] if epoch else [seed, version]).permutation(len(batch_ids))
-    parts = np.array_split(order, max(1, min(num, len(batch_ids))))
-    return [[batch_ids[i] for i in sorted(part.tolist())] for part in parts if len(part)]
 
 
 @dataclass(frozen=True)

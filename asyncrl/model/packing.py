@@ -19,7 +19,6 @@ benchmarks/train_step.py compares a whole batch padded to its longest sequence.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,14 +42,19 @@ class MicroBatch:
     num_tokens: int
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: int = 1) -> list[MicroBatch]:
-    """Plan micro-batches of at most max_tokens with balanced token counts, as few as first fit (longest first) needs.
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, *, costs: Sequence[int] = (), min_count: int = 1
+) -> list[MicroBatch]:
+    """Plan micro-batches of at most max_tokens with balanced costs, as few as first fit (longest first) needs.
 
-    There are at least min_count; the last ones are empty if there are fewer sequences. Every sequence is in exactly one
-    micro-batch. A sequence of more than max_tokens gets a micro-batch of its own. Ranks that must run the same number take the
-    maximum of their counts and plan again with it as min_count. The plan depends only on the arguments. No sequences and
-    min_count 0 give an empty plan.
+    costs: of the sequences; a longer one has a higher cost. Empty: their tokens.
+    The micro-batches with the highest costs come first, so those of the ranks that run at the same time have similar costs. There
+    are at least min_count; the last ones are empty if there are fewer sequences. Every sequence is in exactly one micro-batch. A
+    sequence of more than max_tokens gets a micro-batch of its own. Ranks that must run the same number take the maximum of their
+    counts and plan again with it as min_count. The plan depends only on the arguments. No sequences and min_count 0 give an empty
+    plan.
     """
+    costs = costs or lengths
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 (train.max_tokens_per_mb)")
     empty = [i for i, length in enumerate(lengths) if length < 1]
@@ -59,9 +63,12 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: in
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     fitted = _first_fit(longest_first, lengths, max_tokens)
     count = max(len(fitted), min_count)
-    parts = _balanced(longest_first, lengths, count)
-    if any(len(part) > 1 and sum(lengths[i] for i in part) > max_tokens for part in parts):
-        parts = fitted + [[] for _ in range(count - len(fitted))]
+    parts = (
+        _balanced(longest_first, lengths, costs, max_tokens, count)
+        or _balanced(longest_first, lengths, lengths, max_tokens, count)
+        or fitted + [[] for _ in range(count - len(fitted))]
+    )
+    parts.sort(key=lambda part: -sum(costs[i] for i in part))
     return [MicroBatch(tuple(sorted(part)), sum(lengths[i] for i in part)) for part in parts]
 
 
@@ -84,14 +91,20 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
     return parts
 
 
-def _balanced(longest_first: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Each sequence joins the part with the fewest tokens so far."""
+def _balanced(
+    longest_first: Sequence[int], lengths: Sequence[int], costs: Sequence[int], max_tokens: int, count: int
+) -> list[list[int]]:
+    """Each sequence joins the part with the lowest cost so far of those with room for it. Empty: some sequence finds no room."""
     parts: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, at) for at in range(count)]
+    tokens, loads = [0] * count, [0] * count
     for i in longest_first:
-        tokens, at = heap[0]
+        with_room = [at for at in range(count) if not parts[at] or tokens[at] + lengths[i] <= max_tokens]
+        if not with_room:
+            return []
+        at = min(with_room, key=loads.__getitem__)
         parts[at].append(i)
-        heapq.heapreplace(heap, (tokens + lengths[i], at))
+        tokens[at] += lengths[i]
+        loads[at] += costs[i]
     return parts
 
 

@@ -12,10 +12,11 @@ import math
 
 import msgspec
 
-from asyncrl.config.schema import CRITIC, ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.minibatches import minibatches_of
 
 PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
 
@@ -30,8 +31,13 @@ class Load(msgspec.Struct, frozen=True):
     full: bool = True
 
     @property
+    def repeats(self) -> int:
+        """How often the sequences of `lengths` come in a step."""
+        return self.minibatches * (self.micro_batches if self.full else 1)
+
+    @property
     def tokens(self) -> int:
-        return self.minibatches * sum(self.lengths) * (self.micro_batches if self.full else 1)
+        return self.repeats * sum(self.lengths)
 
 
 def prompt_tokens(config: ExperimentConfig) -> int:
@@ -49,9 +55,8 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step":
-        critic = train.critic if mfc.role == CRITIC else None
         passes = train.ppo.epochs
-        minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)
+        minibatches = passes * minibatches_of(mfc, train)
     length = sequence_tokens(config, config.rollout.sampling.max_new_tokens)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / grid.num_replicas)
     lengths = [length] * num_sequences

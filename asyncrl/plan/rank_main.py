@@ -45,7 +45,7 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
     """
     import torch
 
-    from asyncrl.model.flops import ModelFlops
+    from asyncrl.model.flops import flops_of
     from asyncrl.model.sharding import Skeleton, load_config
     from asyncrl.plan.layers import sampled_layers
     from asyncrl.plan.shard import shard_plan
@@ -66,7 +66,7 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
     plans = []
     for task, sampled in zip(tasks, samples, strict=True):
         counts = extrapolated(next(found), next(found), sampled[2]) if sampled else next(found)
-        plans.append(shard_plan(task, counts, ModelFlops.of(models[task.model.path, task.model.kind])))
+        plans.append(shard_plan(task, counts, flops_of(models[task.model.path, task.model.kind])))
     return plans
 
 

@@ -13,6 +13,7 @@ from asyncrl.data.model_folder import read_object, text_config
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.plan.result import PlanError
+from asyncrl.protocol.model_flops import ModelFlops
 
 # model_type -> whether its projections of queries, keys and values have a bias that config.json does not mention
 _FAMILIES = {"llama": False, "mistral": False, "mixtral": False, "qwen2": True, "qwen2_moe": True} | {
@@ -151,11 +152,12 @@ class ModelShape:
         return 2 * self.num_layers * max(-(-self.kv_heads // tensor), 1) * self.head_dim
 
     def forward_flops(self, tokens: int, length: int) -> float:
-        """FLOPs of one forward pass over whole sequences of `length` tokens, `tokens` in all: 2 per active parameter and token,
-        and causal attention. The lookup of the embedding costs none."""
+        """FLOPs of one forward pass over whole sequences of `length` tokens, `tokens` in all (ModelFlops, without windows). The
+        lookup of the embedding costs none."""
         lookup = 0 if self.tied else self.vocab * self.hidden
-        attention = 4 * self.num_layers * self.heads * self.head_dim * (length + 1) / 2
-        return tokens * (2 * (self.active_parameters - lookup) + attention)
+        widths = [(0, 0, self.num_layers * self.heads * self.head_dim)]
+        flops = ModelFlops(num_parameters=self.active_parameters - lookup, widths=widths)
+        return tokens * flops.of_batch([length]) / length
 
     @property
     def _attention(self) -> int:

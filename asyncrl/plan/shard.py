@@ -37,7 +37,6 @@ from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import Interface, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
@@ -47,6 +46,7 @@ from asyncrl.plan.layers import set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask
 from asyncrl.plan.result import KINDS, Collective, ModelStep
 from asyncrl.plan.tracker import GPU_ROUNDING, REST, Memory, Tracker
+from asyncrl.protocol.model_flops import ModelFlops
 
 # FakeTensorMode keeps the values of constants up to this size: the numbers of micro-batches, and the starts of sequences
 _CONSTANT_ELEMENTS = 16_384
@@ -89,9 +89,8 @@ def shard_plan(task: ShardTask, counts: ShardCounts, model_flops: ModelFlops) ->
 
 def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: ModelFlops) -> ModelStep:
     load, grid, cost = task.loads[mfc.name], ModelPlacement.of(task.model).grid, counts.cost
-    squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
     computes = mfc.name != ADVANTAGES_MFC
-    flops = model_flops.of_batch(load.tokens, squares, trains=mfc.kind == "train_step") if computes else 0
+    flops = load.repeats * model_flops.of_batch(load.lengths, trains=mfc.kind == "train_step") if computes else 0
     moments = counts.moments.values()
     name, fullest = max(counts.moments.items(), key=lambda entry: entry[1].peak)
     kinds = {kind: max(moment.kinds.get(kind, 0) for moment in moments) for kind in KINDS}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from asyncrl.protocol.manager import RejectedPrompt
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WrittenFile
 
@@ -279,7 +280,8 @@ class CallResult(Struct, frozen=True, kw_only=True):
     ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
     unfetched: str = ""  # FetchData, FetchWeights: the missing data and the reason; a retry is safe and changes nothing
-    flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
+    flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model_flops.py)
+    model_flops: dict[str, ModelFlops] = {}  # Ping: of each model of which this worker has a rank
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
     values: list[list[Any]] = []  # ReadValues: by id, by sequence: a list of numbers, or the value of a key with words

@@ -21,7 +21,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAIN_MFC, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.flops import ModelFlops
+from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.sharding import Skeleton, load_config
 from asyncrl.plan.batches import Load
@@ -139,8 +139,8 @@ class Step:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step (asyncrl/model/flops.py)."""
-        return self.engine.flops.of_training(self.lengths)
+        """Model FLOPs of a step (asyncrl/protocol/model_flops.py)."""
+        return self.engine.flops.of_batch(self.lengths, trains=True)
 
     def __call__(self) -> None:
         """Take one step. Raises RuntimeError if it had no gradient: then backward has computed nothing."""
@@ -206,9 +206,9 @@ def all_layers(bench: Bench) -> Iterator[Row]:
     config = load_config(task.model.path, "lm")
     each = (second - first) / (more - few)
     seconds = first + each * (config.num_hidden_layers - few)
-    flops = ModelFlops.of(Skeleton.of(config, "lm", torch.float32).model)
+    flops = flops_of(Skeleton.of(config, "lm", torch.float32).model)
     lengths = task.loads[TRAIN_MFC].lengths * MICRO_BATCHES
-    whole = Whole(lengths, flops.of_training(lengths))
+    whole = Whole(lengths, flops.of_batch(lengths, trains=True))
     note = f"a {first - few * each:.2f} s, b {each:.3f} s"
     yield from _speeds(bench, f"{_WHOLE}, compiled", _bound(bench, _WHOLE), seconds, whole, note)
 

@@ -42,7 +42,7 @@ from asyncrl.model import worker as model_worker
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
-from asyncrl.model.flops import ModelFlops
+from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.out_of_memory import OutOfDeviceMemory
 from asyncrl.model.store import DataStore
@@ -288,7 +288,8 @@ async def test_what_the_master_does_not_accept_leaves_the_store(memory, tmp_path
 
 async def test_trajectories_that_contradict_themselves_never_reach_the_master(memory, tmp_path, model_path):
     async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
-        await world.call(Ping())
+        (reply,) = await world.call(Ping())
+        assert reply.model_flops["actor"] == flops_of(AutoModelForCausalLM.from_pretrained(model_path))
         meta, sample = trajectory("t")
         for wrong, reason in (
             ({"attempt": 2}, "wrong_attempt"),
@@ -651,7 +652,7 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
         # Model FLOPs of the second batch: each replica's sequences once, with all parameters of the model
         lengths = [length for ticket in batches[1] for length in trajectory(ticket)[0].seqlens]
-        flops = ModelFlops.of(loaded).of_training(lengths)
+        flops = flops_of(loaded).of_batch(lengths, trains=True)
         assert result.peak_s == {"actor_train": pytest.approx(flops / (2 * train.peak_flops))}
 
         manifest = (path / MANIFEST).read_bytes()

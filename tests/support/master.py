@@ -35,6 +35,7 @@ from asyncrl.master.rollouts import ManagerReports, Rollouts
 from asyncrl.master.trainer import Trainer
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
 from asyncrl.protocol.manager import EvaluatedPrompt, EvaluateReply, EvaluateRequest, LedgerView, RejectedPrompt
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import GroupSummary, Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
@@ -171,6 +172,7 @@ class PlayedWorkers:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.model_flops: dict[str, ModelFlops] = {}  # that they report
 
     def call(self, what: str, handlers: Sequence[Any], body: Any) -> asyncio.Task[list[CallResult]]:
         return asyncio.create_task(self._call(what, handlers, body))
@@ -180,7 +182,7 @@ class PlayedWorkers:
         if isinstance(body, ExecuteMFC):
             made = list(build_dataflow(TrainConfig()).mfcs[body.mfc].output_keys)
             return [CallResult(ids=body.parts[0], keys=made) for _ in handlers]
-        return [CallResult() for _ in handlers]
+        return [CallResult(model_flops=self.model_flops) for _ in handlers]
 
     async def bounded(self, awaitable: Awaitable[Any], what: str, on: str) -> Any:
         return await asyncio.wait_for(awaitable, LIMIT_S)

@@ -30,12 +30,14 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import without_generation
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
+from asyncrl.master.balance import Balance
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, Ping
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
@@ -106,6 +108,7 @@ class TrainingSide:
         self._nodes, self._train = [MFCDef.of(mfc) for mfc in mfcs], train
         self.generation = next((mfc for mfc in self._nodes if mfc.kind == "generate"), None)
         self._executors: dict[tuple[str, ...], FunctionExecutor] = {}
+        self.model_flops: dict[str, ModelFlops] = {}  # by model
         self._records = records
         self._limit_s = train.call_timeout_s
         self._placements = {placement.name: placement for placement in placements}
@@ -149,8 +152,18 @@ class TrainingSide:
         nodes = [mfc for mfc in self._nodes if mfc.name in mfcs or not mfcs]
         graph, hooks = without_generation(nodes), ParameterHooks(nodes, self._train)
         placements = list(self._placements.values())
+        balance = Balance(nodes, self._train, seed=1)
+        balance.flops.update(self.model_flops)
         made = executor_of(
-            graph, placements, self.buffer, self.tracker, self.caller, self.client, hooks, records=self._records
+            graph,
+            placements,
+            self.buffer,
+            self.tracker,
+            self.caller,
+            self.client,
+            hooks,
+            records=self._records,
+            balance=balance,
         )
         self._executors[tuple(mfcs)] = made
         return made
@@ -210,7 +223,8 @@ async def training_side(
                     await side.pusher.start()
                     await side.metas.start()
                 await side.client.start()
-                await side.caller.call("models to be loaded", range(side.num_workers), Ping())
+                for reply in await side.caller.call("models to be loaded", range(side.num_workers), Ping()):
+                    side.model_flops.update(reply.model_flops)
                 yield side
             finally:
                 if accepting is not None:

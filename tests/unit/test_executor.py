@@ -17,8 +17,10 @@ from asyncrl.config.schema import CriticConfig, NameResolveConfig, PPOConfig, Re
 from asyncrl.dataflow.axes import SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import ADVANTAGES, MFCDef
+from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
+from asyncrl.master.balance import Balance
 from asyncrl.master.batch import BatchFormer, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
@@ -27,6 +29,7 @@ from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.streaming import PartRunner, begins_part
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, ReadValues, Reallocate, Redistribute
 from asyncrl.protocol.manager import LedgerView, TicketView
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
@@ -155,7 +158,10 @@ class Master:
         self.tracker = StorageTracker()
         self.buffer = AsyncIOSequenceBuffer(PromptProgress(num_groups, 1), capacity=num_groups, attempt=1)
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.executor = executor_of(world.graph, models, self.buffer, self.tracker, self.caller, client, hooks)
+        self.balance = Balance(world.graph.mfcs.values(), train, seed=1)
+        self.executor = executor_of(
+            world.graph, models, self.buffer, self.tracker, self.caller, client, hooks, balance=self.balance
+        )
         self.heads = models[0].heads
 
     def store(self, ticket, position, head, length, version=0):
@@ -289,6 +295,22 @@ async def test_any_graph_on_any_meshes_completes_and_sends_each_key_once(seed):
         )
 
 
+async def test_the_ranks_share_each_minibatch_of_a_whole_batch_by_its_flops():
+    graph = DataflowGraph([mfc("train", "actor", ["tokens"], kind="train_step")], DATASET)
+    train = TrainConfig(ppo=PPOConfig(minibatches=2))
+    async with running(graph, [placement("actor", "d2", [0, 1])], 2, train=train) as (world, master):
+        master.balance.flops["actor"] = ModelFlops(num_parameters=1, widths=[(0, 0, 1)])  # about the squared lengths
+        tickets = [f"t{i}" for i in range(8)]
+        lengths = dict(zip(tickets, [30, 100, 30, 100, 40, 90, 40, 90], strict=True))
+        for i, ticket in enumerate(tickets):
+            master.store(ticket, i, 0, lengths[ticket])
+        await master.step(tickets, 3)
+        _, body = world.calls(ExecuteMFC)[0]
+        drawn = split_minibatches(tickets, 2, seed=1, version=3)
+        dealt = [sorted(lengths[group] for group in part if group in some) for some in drawn for part in body.parts]
+        assert dealt == [[30, 30, 90], [100], [40, 40, 90], [100]]
+
+
 async def test_weights_are_copied_before_use_elsewhere_and_to_the_reference_at_its_interval():
     graph = DataflowGraph(
         [
@@ -327,7 +349,7 @@ async def test_weights_are_copied_before_use_elsewhere_and_to_the_reference_at_i
 def test_an_mfc_without_a_model_is_refused():
     graph = DataflowGraph([mfc("inf", "reward", ["tokens"], ["r"])], DATASET)
     with pytest.raises(ValueError, match=r"inf on 'reward'.*placed models: \['actor'\]"):
-        homes_of(graph, {"actor": placement("actor", "d1", [0])}, *[None] * 6)
+        homes_of(graph, {"actor": placement("actor", "d1", [0])}, *[None] * 7)
 
 
 # ------------------------------------------------------------------------------------------------ parts of a batch
@@ -436,12 +458,15 @@ async def test_targets_that_are_normalised_over_the_batch_are_made_once_from_all
 
 def test_groups_that_are_enough_for_a_part():
     groups = [trajectory(f"t{i}", i, 0, length) for i, length in enumerate([50, 52, 200])]
+    balance = Balance([], TrainConfig(), seed=1)
     by = {
         "groups": TrainConfig(),
         "balanced": TrainConfig(streaming_order="balanced"),
         "tokens": TrainConfig(streaming_order="tokens", streaming_tokens=102),
     }
-    begins = {name: [begins_part(groups[:n], train, num_ranks=2) for n in range(4)] for name, train in by.items()}
+    begins = {
+        name: [begins_part(groups[:n], balance, train, num_ranks=2) for n in range(4)] for name, train in by.items()
+    }
     assert begins == {
         "groups": [False, True, True, True],
         "balanced": [False, False, True, False],  # one rank would have none, then 200 of 302 tokens
@@ -463,7 +488,16 @@ async def test_a_fixed_number_of_parts(parts, at_first, expected):
     async with running(graph, [placement("actor", "d1", [0])], 1) as (world, master):
         former = BatchFormer(batch_size=7, max_head_offpolicyness=0)
         train = TrainConfig(batch_size=7, streaming_parts=parts)
-        runner = PartRunner(train, former, master.buffer, master.executor, version=0, num_ranks=1, clock=SYSTEM_CLOCK)
+        runner = PartRunner(
+            train,
+            former,
+            master.buffer,
+            master.executor,
+            master.balance,
+            version=0,
+            num_ranks=1,
+            clock=SYSTEM_CLOCK,
+        )
         live = [
             TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w")
             for i in range(7)
@@ -492,7 +526,14 @@ async def test_parts_begin_when_groups_are_stored_and_the_last_one_when_the_batc
     async with running(graph, [placement("actor", "d1", [0])], 1) as (world, master):
         former = BatchFormer(batch_size=4, max_head_offpolicyness=0)
         runner = PartRunner(
-            TrainConfig(), former, master.buffer, master.executor, version=0, num_ranks=1, clock=SYSTEM_CLOCK
+            TrainConfig(),
+            former,
+            master.buffer,
+            master.executor,
+            master.balance,
+            version=0,
+            num_ranks=1,
+            clock=SYSTEM_CLOCK,
         )
         live = [
             TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w")

@@ -17,11 +17,13 @@ from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.evaluation import EvaluationResult
 from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.master.evaluations import EvalPrompt, Evaluations
 from asyncrl.master.report import Ages, StepTimes, step_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
 from asyncrl.protocol.manager import RejectedPrompt
+from asyncrl.protocol.model_flops import ModelFlops
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState
@@ -188,6 +190,18 @@ async def test_the_first_attempt_has_no_parent(config, opened, clock, tmp_path):
     assert await live(config, opened, None) == [*told, "evaluate a1-s0"]
     (begun,) = [event for event in read_json_lines(tmp_path / "journal" / "master.jsonl") if event["event"] == "begun"]
     assert (begun["attempt"], begun["from"]) == (1, None)
+
+
+async def test_the_workers_report_the_sizes_by_which_their_groups_are_balanced(config, opened, clock):
+    caller = PlayedWorkers()
+    caller.model_flops["actor"] = ModelFlops(num_parameters=2, widths=[(0, 0, 1)])
+    workers = MasterParts(config, opened, manager=PlayedManager(), caller=caller, source=Source).workers
+    await asyncio.wait_for(workers.load(), LIMIT_S)
+    assert workers.balance.costs("actor", [make_meta(0, "t", seqlens=[1, 2])]) == {"t": 2 * 2 * 3 + 4 * (1 + 3)}
+    groups = [make_meta(i, f"t{i}") for i in range(16)]
+    parts = workers.balance.deal("actor", groups, 4, {}, drawn_for=0)
+    drawn = split_minibatches([meta.ticket_id for meta in groups], 4, seed=config.worker.seed, version=0)
+    assert all(sum(group in part for group in some) == 1 for some in drawn for part in parts)
 
 
 async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation():

@@ -30,7 +30,7 @@ from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import training_mfcs
 from asyncrl.model import kernels
 from asyncrl.model.attention import Segments, packed_attention
-from asyncrl.model.flops import ModelFlops
+from asyncrl.model.flops import flops_of
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
 from asyncrl.plan.counts import Cost, Moment, StepCounts, extrapolated, plus
@@ -334,10 +334,10 @@ def test_model_flops_of_qwen3_06b_agree_with_published_utilisation():
     """prime-rl's MFU of Qwen3-0.6B on one H100 (989e12): 23.7 % at 25.5k tokens/s, and 26.8 % at 10.1k tokens/s, imply 9.2e9
     FLOPs a token in sequences of 16k tokens, and 26.1e9 in sequences of 64k."""
     config = AutoConfig.for_model("qwen3", **QWEN3_0_6B)
-    flops = ModelFlops.of(Skeleton.of(config, "lm", torch.float32).model)
+    flops = flops_of(Skeleton.of(config, "lm", torch.float32).model)
     for length, expected in ((16384, 9.2e9), (65536, 26.1e9)):
-        assert flops.of_training([length]) / length == pytest.approx(expected, rel=0.05)
-    assert flops.of_batch(10, 100, trains=False) * 3 == flops.of_training([10])
+        assert flops.of_batch([length], trains=True) / length == pytest.approx(expected, rel=0.05)
+    assert flops.of_batch([10]) * 3 == flops.of_batch([10], trains=True)
 
 
 def test_a_token_of_a_mixture_of_experts_uses_its_share_of_the_experts():
@@ -353,4 +353,4 @@ def test_a_token_of_a_mixture_of_experts_uses_its_share_of_the_experts():
     skeleton = Skeleton.of(config, "lm", torch.float32)
     whole = sum(parameter.numel() for parameter in skeleton.model.parameters())
     of_experts = 8 * 3 * 32 * 16
-    assert ModelFlops.of(skeleton.model).num_parameters == whole - of_experts * 6 // 8
+    assert flops_of(skeleton.model).num_parameters == whole - of_experts * 6 // 8
