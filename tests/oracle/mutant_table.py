@@ -303,8 +303,8 @@ MUTANTS = [
         ),
         (
             "small-groups-are-placed-first",
-            "key=lambda group: -tokens[group])  # stable",
-            "key=lambda group: tokens[group])  # stable",
+            "key=lambda group: -costs[group])  # stable",
+            "key=lambda group: costs[group])  # stable",
             "test_more_ranks_than_ids",
         ),
         (
