@@ -73,7 +73,8 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     value = DTYPE_BYTES[generation.dtype]
     weights = shape.parameters_of_rank(tensor) * value
     received = weights * (allocation.traits.is_embedded and transport_of(config.weights.transport).from_memory)
-    kv_token = shape.kv_values_per_token(tensor) * value
+    is_8_bit = "fp8" in generation.server_args.get("kv-cache-dtype", "")
+    kv_token = shape.kv_values_per_token(tensor) * (1 if is_8_bit else value)
     libraries = library_bytes(communicates=tensor > 1)
     tokens = request_tokens(config, shape)
     if allocation.traits.sizes_own_cache:

@@ -219,6 +219,15 @@ def test_requests_of_an_sglang_server(load):
         plan_server(load("generation.server_args={page-size: big}"), shape, TOY)
 
 
+def test_an_8_bit_cache_holds_twice_as_many_tokens(load):
+    shape, half = ModelShape.from_config(QWEN_7B), "mem-fraction-static: '0.5'"
+    of_16_bits = plan_server(load(f"generation.server_args={{{half}}}"), shape, TOY)
+    of_8_bits = plan_server(load(f"generation.server_args={{{half}, kv-cache-dtype: fp8_e4m3}}"), shape, TOY)
+    assert of_8_bits.kv_token * 2 == of_16_bits.kv_token
+    assert of_8_bits.blocks // 2 == of_16_bits.blocks
+    assert abs(of_8_bits.memory - of_16_bits.memory) < of_16_bits.block_bytes
+
+
 def test_requests_of_the_embedded_engine(load):
     shape = ModelShape.from_config(QWEN_7B)
     overrides = ["allocation=transformers.d2+d1", "generation.num_blocks=100", "generation.page_size=32"]

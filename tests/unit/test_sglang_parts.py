@@ -87,7 +87,8 @@ def test_the_command_of_a_server_on_cpu_cores():
 
 def test_the_users_arguments_take_precedence():
     given = {"mem-fraction-static": "0.8", "enable-metrics": "", "skip-server-warmup": "false", "dtype": "half"}
-    command = arguments(GenerationConfig(server_args=given))
+    command = arguments(GenerationConfig(server_args=given | {"kv-cache-dtype": "fp8_e4m3"}))
+    assert command[command.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
     assert command[command.index("--mem-fraction-static") + 1] == "0.8"
     assert command[command.index("--dtype") + 1] == "half"
     assert "--enable-metrics" in command
@@ -200,6 +201,11 @@ def test_an_external_server_gets_no_gpu():
             "transformers.d1+d1",
             {"server_args": {"dtype": "half"}},
             "generation.server_args=.*: is for the engine sglang",
+        ),
+        (
+            "transformers.d1+d1",
+            {"server_args": {"kv-cache-dtype": "fp8_e4m3"}},
+            "generation.server_args=.*fp8_e4m3.*: is for the engine sglang",
         ),
         ("sglang.d1+d1", {"server_args": {"port": "1"}}, "generation.server_args.port='1': is set by asyncrl"),
         ("sglang.d1+d1", {"server_args": {"tp-size": "2"}}, "use m of the allocation"),
