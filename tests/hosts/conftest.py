@@ -7,10 +7,11 @@ from tests.support.namespaces import Hosts, NamespacesUnavailable
 
 
 @pytest.fixture
-def hosts():
-    """Three hosts, node1 to node3, on one switch: hosts[0].run([...]), hosts[1].unplug(), hosts[2].kill()."""
+def hosts(request):
+    """Three hosts, node1 to node3, on one switch: hosts[0].run([...]), hosts[1].unplug(), hosts[2].kill(). Or as many
+    as a test asks for."""
     try:
-        made = Hosts.make(3)
+        made = Hosts.make(getattr(request, "param", 3))
     except NamespacesUnavailable as error:
         pytest.skip(f"there are no hosts to be had: {error}")
     with made:
