@@ -84,9 +84,8 @@ def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts,
     logs = {path.stem: path.read_text() for path in (run.run_dir / "logs" / "attempt_1").glob("*_?.log")}
     sent = re.findall(r"weights (\S+) broadcast to (.*) \(", logs["model_worker_0"])
     by_broadcast = []
-    for index in range(
-        2
-    ):  # a server that starts late begins with a later version than the first, or is in no broadcast
+    # A server that starts late begins with a later version than the first, or is in no broadcast
+    for index in range(2):
         server = logs[f"generation_server_{index}"]
         fetched = re.findall(r"weights (\S+) fetched from 10\.77\.0\.1", server)  # so it is on another host
         verified = re.findall(r"weights (\S+) verified", server)
@@ -95,7 +94,6 @@ def test_a_private_network_carries_broadcasts_between_hosts(hosts, run_on_hosts,
         assert received <= {version for version, servers in sent if f"generation_server/{index}" in servers}
         by_broadcast += received
     assert by_broadcast
-    assert "load this version and the next" not in logs["gserver_manager_0"]
     assert_nothing_left(run.run_dir)
 
 
