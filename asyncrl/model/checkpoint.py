@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.sharding import local_part
 from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.model.tensor_exchange import (
     exchange,
     exchange_holdings,
     holding_of,
-    local_part,
     this_worker,
     workers_of,
 )

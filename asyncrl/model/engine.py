@@ -186,8 +186,7 @@ class TrainEngine:
         mesh: ModelMesh,
         weights: sharding.WeightSource,
     ) -> Stage:
-        """Load the pieces that this rank holds. With several data ranks, each loads one unit (sharding.shard_units) at a time, and
-        FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
+        """Cut and shard the model while it has no weights, then read what this rank holds (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
@@ -213,22 +212,15 @@ class TrainEngine:
             chunk_tokens=int(self.train.logprob_chunk_tokens),
         )
         stage.logits = logits
-        filler = sharding.Filler(
-            skeleton, read, mesh, dtype=dtype, device=self.device, trainable=self.trainable, path=model.path
-        )
-        filler.fill_buffers()
+        sharding.fill_buffers(skeleton, read, device=self.device, path=model.path)
         if by_fsdp:
             for unit in sharding.shard_units(skeleton.model):
-                for layer in unit:
-                    filler.fill(layer)
                 sharding.apply_data_parallel(unit, mesh, self._compute_dtype)
-        filler.fill(stage)
-        if by_fsdp:
             sharding.apply_data_parallel(stage, mesh, self._compute_dtype)
-        self._slots = filler.slots
-        self._split = filler.split
+        self._slots = sharding.fill(stage, skeleton, read, dtype=dtype, device=self.device, path=model.path)
+        self._split = skeleton.split
         if tensor is not None:
-            self._partial = filler.slots.keys() - filler.split
+            self._partial = self._slots.keys() - self._split
         return stage
 
     # ---------------------------------------------------------------------------------------------------------- inference

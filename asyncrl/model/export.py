@@ -39,7 +39,7 @@ from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.logprob_check import EXACT, TextScorer
-from asyncrl.model.sharding import persistent_buffers
+from asyncrl.model.sharding import local_part, persistent_buffers
 from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
@@ -47,7 +47,6 @@ from asyncrl.model.tensor_exchange import (
     carry,
     exchange_holdings,
     holding_of,
-    local_part,
     this_worker,
     transport_device,
     workers_of,

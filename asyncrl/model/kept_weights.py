@@ -32,8 +32,9 @@ from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.fetching import LIMIT_S, FetchError
 from asyncrl.model.reallocate import check_fit
+from asyncrl.model.sharding import local_part
 from asyncrl.model.shards import Box, Holding, Move, Piece, plan_moves, plan_writers, tensors_of
-from asyncrl.model.tensor_exchange import exchange_holdings, holding_of, local_part, this_worker, workers_of
+from asyncrl.model.tensor_exchange import exchange_holdings, holding_of, this_worker, workers_of
 from asyncrl.protocol.calls import FetchWeights, KeepWeights, KeptWeightsRequest
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.background import gather_or_cancel
@@ -231,11 +232,7 @@ def _of_path(model: ModelConfig, source: TrainEngine, pieces: Mapping[str, Piece
     )
     parts = {}
     for name, piece in pieces.items():
-        first, *others = map(
-            slice, piece.box.start, [a + n for a, n in zip(piece.box.start, piece.box.size, strict=True)]
-        )
-        rows = read(name, 0, first.start, first.stop - first.start)
-        parts[name] = _copy(rows[(slice(None), *others)], dtype_of(piece.dtype))
+        parts[name] = _copy(read(name, piece.box), dtype_of(piece.dtype))
     return parts
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.sharding import local_part
 from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     MAX_BYTES,
     carry,
     exchange,
     holding_of,
-    local_part,
     this_worker,
     transport_device,
 )

@@ -1,8 +1,8 @@
 """A model's weights: loaded whole, or as the pieces that this rank of a mesh holds.
 
-A sharded model is created without weights. The tensor ranks split its layers according to transformers' plans, and it is cut to its
-stage (pipeline.py). Then each rank reads its tensor rank's slice of each tensor, unit by unit, and the data ranks split the units
-(FSDP2).
+A sharded model is created without weights. The tensor ranks split its layers according to transformers' plans, it is cut to its
+stage (pipeline.py), and the data ranks split its units (FSDP2). Then each rank reads its own part of each tensor, and checks and
+casts it on its device. So while it loads, a rank holds its share of the model and one part more.
 
 Tensor parallelism follows Megatron-LM (arXiv:1909.08053), with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
 Between attention and MLPs each tensor rank has an equal part of the packed row's tokens. Attention and MLP gather the row.
@@ -45,6 +45,7 @@ from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.shards import Box
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,14 @@ _LOADING = threading.Lock()  # from_pretrained patches torch for the whole proce
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of the tensor. With gradients enabled, they flow back into the DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
+    """This rank's part of the tensor, and its box in the whole one. The part shares the tensor's memory."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape), tensor.detach()
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local().detach()
 
 
 # ------------------------------------------------------------------------------------------------------------- whole models
@@ -169,8 +178,10 @@ class Skeleton:
 
     model: PreTrainedModel  # parameters on the meta device
     kind: str
-    names: dict[int, str]  # id of a parameter -> its name in the whole model; tied ones: the embedding's name
-    split: dict[int, int] = field(default_factory=dict)  # id of a parameter -> the dimension that tensor ranks split
+    names: dict[
+        tuple[nn.Module, str], str
+    ]  # of each parameter in the whole model, by its slot; tied ones: the embedding's name
+    split: set[str] = field(default_factory=set)  # parameters that are split over tensor ranks
 
     @classmethod
     def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
@@ -180,56 +191,71 @@ class Skeleton:
         except KeyError as error:
             raise _no_attention(config.name_or_path or "", config) from error
         model.eval()
-        return cls(model, kind, {id(parameter): name for name, parameter in model.named_parameters()})
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        of_slots = {
+            (module, attribute): names[parameter]
+            for module in model.modules()
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        return cls(model, kind, of_slots)
 
     @property
     def tied_name(self) -> str:
         """Name of the embedding if it is also the output layer, else ""."""
         embedding, output_layer = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return self.names[id(embedding.weight)] if getattr(output_layer, "weight", None) is embedding.weight else ""
+        return self.names[embedding, "weight"] if getattr(output_layer, "weight", None) is embedding.weight else ""
 
 
-Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> this slice of the tensor
+Read = Callable[[str, Box], Tensor]  # (name, box) -> this part of the tensor, in the dtype of the checkpoint
 
 
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
-    """Return a function that reads pieces of the checkpoint, directly from safetensors files if these have the model's own names.
-    Any other checkpoint (experts that transformers fuses, torch's format, a bare backbone) is loaded whole and stays in memory as
-    long as the function exists.
+    """Return a function that reads parts of the checkpoint's tensors.
+
+    From safetensors files that have the model's own names it reads these parts and nothing else. Any other checkpoint is loaded
+    whole by each rank, and stays in memory as long as the function exists: experts that transformers fuses, tensors that it
+    renames, a bare backbone.
     """
-    needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
-    needed += [name for name, _ in persistent_buffers(skeleton.model)]
+    shapes = {name: tensor.shape for name, tensor in skeleton.model.named_parameters()}
+    shapes |= {name: tensor.shape for name, tensor in persistent_buffers(skeleton.model)}
     files = _safetensors(path)
-    if any(name not in files for name in needed):
+    if any(name not in files and not may_lack(name, skeleton.kind) for name in shapes):
         whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
-        return lambda name, dim, start, length: whole[name].narrow(dim, start, length)
+        return lambda name, box: whole[name][box.within(Box.whole(shapes[name]))]
     handles: dict[Path, Any] = {}
+    embedding_name = skeleton.tied_name
     output_layer = skeleton.model.get_output_embeddings()  # type: ignore[no-untyped-call]
     output_name = next((f"{name}.weight" for name, m in skeleton.model.named_modules() if m is output_layer), "")
 
-    def read(name: str, dim: int, start: int, length: int) -> Tensor:
+    def part_of(name: str, box: Box, shape: torch.Size) -> Tensor:
         file = files[name]
         try:
             if file not in handles:
                 handles[file] = safe_open(file, framework="pt")
-            piece = handles[file].get_slice(name)
-            at = (slice(None),) * dim + (slice(start, start + length),)
-            tensor: Tensor = piece[at] if piece.get_shape() else handles[file].get_tensor(name)
+            stored = handles[file].get_slice(name)
+            if stored.get_shape() != list(shape):
+                raise ConfigError(
+                    f"model_path={str(path)!r}: {name} does not have the shape {list(shape)} given by config.json; "
+                    "copy the weights again, or the config.json that belongs to them"
+                )
+            if not box.num_elements:
+                return torch.empty(box.size)
+            part: Tensor = stored[box.within(Box.whole(shape))] if shape else handles[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise _cannot_be_loaded(path, error) from error
-        return tensor
+        return part
 
-    if skeleton.tied_name and output_name in files:
-        rows = output_layer.weight.shape[0]
-        if not torch.equal(*(read(name, 0, 0, rows) for name in (skeleton.tied_name, output_name))):
+    def read(name: str, box: Box) -> Tensor:
+        if name not in files:
+            return torch.zeros(box.size)
+        part = part_of(name, box, shapes[name])
+        is_double = name == embedding_name and output_name in files
+        if is_double and not torch.equal(part, part_of(output_name, box, shapes[name])):
             raise _not_tied(path)
+        return part
 
-    def read_or_zero(name: str, dim: int, start: int, length: int) -> Tensor:
-        if name in files:
-            return read(name, dim, start, length)
-        return torch.zeros(skeleton.model.get_parameter(name).shape)
-
-    return read_or_zero
+    return read
 
 
 @dataclass(frozen=True)
@@ -273,107 +299,79 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-class Filler:
-    """Fills in the parameters of a skeleton, module by module, each once."""
+def fill_buffers(skeleton: Skeleton, read: Read, *, device: torch.device, path: str | Path) -> None:
+    model = skeleton.model
+    persistent = dict(persistent_buffers(model))
+    for prefix, module in model.named_modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        computed = []
+        for name, buffer in own.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if full_name in persistent:
+                value = read(full_name, Box.whole(buffer.shape)).to(buffer.dtype)
+            else:
+                value = torch.full(buffer.shape, math.nan).to(buffer.dtype)
+                computed.append(name)
+            module._buffers[name] = value.clone()
+        if computed:
+            model._init_weights(module)  # type: ignore[no-untyped-call]  # computes rotary embeddings' buffers
+        for name in computed:
+            value = module._buffers[name]
+            if value is None or (value.is_floating_point() and value.isnan().any()):
+                raise ConfigError(
+                    f"model_path={str(path)!r}: architecture {model.config.model_type!r} cannot be loaded in pieces "
+                    f"({type(module).__name__}.{name} is computed in an unsupported way); use the grid d1p1m1"
+                )
+        for name, value in module._buffers.items():
+            module._buffers[name] = None if value is None else value.to(device)
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        read: Read,
-        mesh: ModelMesh,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        trainable: bool,
-        path: str | Path,
-    ) -> None:
-        self.skeleton = skeleton
-        self.read = read
-        self.mesh = mesh
-        self.dtype = dtype
-        self.device = device
-        self.trainable = trainable
-        self.path = path
-        self._tensor_mesh = mesh.submesh(PARTIALS)
-        self._meta: list[nn.Parameter] = []  # parameters already replaced; kept alive, so that Python reuses no id
-        self.slots: Slots = {}
-        self.split: set[str] = set()  # parameters that are split over tensor ranks
 
-    def fill(self, root: nn.Module) -> None:
-        """Fill all empty parameters of root. The filler keeps no reference, so memory is freed when root is sharded next.
+def fill(
+    stage: nn.Module, skeleton: Skeleton, read: Read, *, dtype: torch.dtype, device: torch.device, path: str | Path
+) -> Slots:
+    """Read this rank's part of each parameter of the stage, which is cut to this rank and sharded. Returns their slots. Raises
+    ConfigError for one that is tied to another FSDP unit's, and for values that are not numbers."""
+    found: Slots = {}
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module in stage.modules():
+        own = {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
+        for attribute, parameter in own.items():
+            if parameter not in filled:
+                name = skeleton.names[module, attribute]
+                if name in found:
+                    raise ConfigError(f"model_path={str(path)!r}: layers share {name}; use the grid d1p1m1")
+                found[name] = (module, attribute)
+                value = _checked(name, read(name, local_part(parameter)[0]), dtype, device, path)
+                filled[parameter] = nn.Parameter(_like(parameter, value))
+            own[attribute] = filled[parameter]
+        if own:  # FSDP hears of it by a hook
+            module.load_state_dict(own, strict=False, assign=True)
+    return found
 
-        Raises ConfigError for a parameter that is tied to one outside root.
-        """
-        filled: dict[int, nn.Parameter] = {}
-        for module in root.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is None or not parameter.is_meta:
-                    continue
-                if id(parameter) not in filled:
-                    name = self.skeleton.names[id(parameter)]
-                    if name in self.slots:
-                        raise ConfigError(f"model_path={str(self.path)!r}: layers share {name}; use the grid d1p1m1")
-                    self._meta.append(parameter)
-                    filled[id(parameter)] = self._values(parameter)
-                    self.slots[name] = (module, attribute)
-                module._parameters[attribute] = filled[id(parameter)]
 
-    def fill_buffers(self) -> None:
-        model = self.skeleton.model
-        persistent = dict(persistent_buffers(model))
-        for prefix, module in model.named_modules():
-            own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-            computed = []
-            for name, buffer in own.items():
-                full_name = f"{prefix}.{name}" if prefix else name
-                if full_name in persistent:
-                    value = self.read(full_name, 0, 0, buffer.shape[0] if buffer.ndim else 0).to(buffer.dtype)
-                else:
-                    value = torch.full(buffer.shape, math.nan).to(buffer.dtype)
-                    computed.append(name)
-                module._buffers[name] = value.clone()
-            if computed:
-                model._init_weights(module)  # type: ignore[no-untyped-call]  # computes rotary embeddings' buffers
-            for name in computed:
-                value = module._buffers[name]
-                if value is None or (value.is_floating_point() and value.isnan().any()):
-                    raise ConfigError(
-                        f"model_path={str(self.path)!r}: architecture {model.config.model_type!r} cannot be loaded in pieces "
-                        f"({type(module).__name__}.{name} is computed in an unsupported way); use the grid d1p1m1"
-                    )
-            for name, value in module._buffers.items():
-                module._buffers[name] = None if value is None else value.to(self.device)
+def _checked(name: str, part: Tensor, dtype: torch.dtype, device: torch.device, path: str | Path) -> Tensor:
+    """A copy of what was read, on the device."""
+    value = part.to(device)  # in the checkpoint's dtype: fewer bytes, and a device casts faster
+    if value.isnan().any():
+        raise ConfigError(
+            f"model_path={str(path)!r}: its weights are broken: {name} in {_safetensors(path).get(name, path)} contains NaN; "
+            "copy them again"
+        )
+    return value.to(dtype, copy=part.device == device).contiguous()
 
-    def _values(self, meta: nn.Parameter) -> nn.Parameter:
-        name = self.skeleton.names[id(meta)]
-        dim = self.skeleton.split.get(id(meta))
-        start, length = (0, meta.shape[0]) if dim is None else self._part(meta.shape[dim])
-        value = self.read(name, dim or 0, start, length)
-        expected = [length if i == (dim or 0) else size for i, size in enumerate(meta.shape)]
-        if list(value.shape) != expected:
-            raise ConfigError(
-                f"model_path={str(self.path)!r}: {name} does not have the shape {list(meta.shape)} given by config.json; "
-                "copy the weights again, or the config.json that belongs to them"
-            )
-        if value.isnan().any():
-            raise ConfigError(
-                f"model_path={str(self.path)!r}: its weights are broken: {name} contains NaN; copy them again"
-            )
-        value = value.to(self.device, self.dtype, copy=True).contiguous()
-        if dim is not None:
-            self.split.add(name)
-            value = DTensor.from_local(
-                value,
-                self._tensor_mesh,
-                [Shard(dim)],
-                run_check=False,
-                shape=meta.shape,
-                stride=meta.stride(),
-            )
-        return nn.Parameter(value, requires_grad=self.trainable)
 
-    def _part(self, size: int) -> tuple[int, int]:
-        return split_evenly(size, self.mesh.placement.grid.parts(MATRICES), self.mesh.parts[MATRICES])
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is split like the parameter, with this local part."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -430,24 +428,23 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     if not any(".layers.*." in name for name in plan):
         raise ConfigError(f"{what} has no plan for tensor parallelism in transformers; {remedy}")
     _check_sizes(model, plan, size, what)
+    dims: dict[Tensor, int] = {}  # the dimension that the tensor ranks split
     for name, module in model.named_modules():
         style = plan.get(_wildcard(name))
         if module is embedding:
             if type(module) is not nn.Embedding:
                 raise ConfigError(f"{what} embeds with a {type(module).__name__}, which cannot be split; {remedy}")
-            skeleton.split[id(module.weight)] = 0
+            dims[module.weight] = 0
             _install_embedding(module, ranks, size)
         elif module is output_layer:
-            for parameter in module.parameters():
-                skeleton.split[id(parameter)] = 0
+            dims |= dict.fromkeys(module.parameters(), 0)
         elif style in (None, "replicated_with_grad_allreduce", "colwise_gather_output"):  # every rank computes it whole
             continue
         elif style == "colwise" and isinstance(module, nn.Linear):
-            for parameter in module.parameters():
-                skeleton.split[id(parameter)] = 0
+            dims |= dict.fromkeys(module.parameters(), 0)
             _install_colwise(module)
         elif style == "rowwise" and isinstance(module, nn.Linear):
-            skeleton.split[id(module.weight)] = 1
+            dims[module.weight] = 1
             _install_rowwise(module, ranks)
         else:
             raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
@@ -457,11 +454,29 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             raise ConfigError(
                 f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
             )
+    parts = {parameter: _part_without_values(parameter, dim, mesh) for parameter, dim in dims.items()}
+    for (module, attribute), name in skeleton.names.items():
+        if (part := parts.get(getattr(module, attribute))) is not None:
+            setattr(module, attribute, part)
+            skeleton.split.add(name)
     for module, is_split in _on_whole_rows(model, plan):
         module.register_forward_pre_hook(functools.partial(_gather_input, ranks), with_kwargs=True)
         if not is_split:
             module.register_forward_hook(functools.partial(_own_output, ranks))
     return ranks
+
+
+def _part_without_values(parameter: Tensor, dim: int, mesh: ModelMesh) -> nn.Parameter:
+    _, length = split_evenly(parameter.shape[dim], mesh.placement.grid.parts(MATRICES), mesh.parts[MATRICES])
+    part = DTensor.from_local(
+        parameter.detach().narrow(dim, 0, length).contiguous(),
+        mesh.submesh(PARTIALS),
+        [Shard(dim)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(part)
 
 
 def _wildcard(name: str) -> str:

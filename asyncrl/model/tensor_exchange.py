@@ -17,11 +17,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.shards import Box, Holding, Move, Piece
+from asyncrl.model.sharding import local_part
+from asyncrl.model.shards import Holding, Move, Piece
 
 MAX_BYTES = 256_000_000  # in transit at one rank at any time
 _ALIGNMENT = 8  # in bytes, of every part in a buffer, so that it can be viewed in its own dtype
@@ -51,14 +51,6 @@ def exchange_holdings(workers: Sequence[int], mine: Holding) -> dict[int, Holdin
     """Exchange the holdings of all workers. Collective."""
     payloads = exchange(workers, msgspec.msgpack.encode(mine))
     return {worker: msgspec.msgpack.decode(payloads[worker], type=Holding) for worker in sorted(payloads)}
-
-
-def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """The local part of a tensor, and its box in the whole one. The part shares the tensor's memory."""
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tensor.shape), tensor.detach()
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local().detach()
 
 
 def holding_of(model: TrainEngine, tensors: Mapping[str, Tensor]) -> Holding:

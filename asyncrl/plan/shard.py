@@ -40,6 +40,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import Interface, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
+from asyncrl.model.shards import Box
 from asyncrl.plan.batches import Load
 from asyncrl.plan.counts import Cost, Moment, ShardCounts, StepCounts, extrapolated, plus
 from asyncrl.plan.layers import set_layers
@@ -155,12 +156,8 @@ class FakeWorld:
         return model
 
     def _open(self, path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
-        tensors = dict(skeleton.model.named_parameters()) | dict(skeleton.model.named_buffers())
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-        def read(name: str, dim: int, start: int, length: int) -> Tensor:
-            shape = shapes[name]
-            return self.empty((*shape[:dim], length, *shape[dim + 1 :]) if shape else (), dtype)
+        def read(name: str, box: Box) -> Tensor:
+            return self.empty(box.size, dtype)
 
         return read
 

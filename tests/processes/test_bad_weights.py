@@ -21,6 +21,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.sharding import Skeleton, load_config, load_whole, open_weights
+from asyncrl.model.shards import Box
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.http_client import open_session
@@ -86,7 +87,9 @@ def test_the_trainer_names_the_model_and_what_is_wrong(model: Path, damage, reas
     "load",
     [
         lambda path, config: load_whole(path, "lm", config, torch.float32),
-        lambda path, config: open_weights(path, Skeleton.of(config, "lm", torch.float32), config, torch.float32),
+        lambda path, config: open_weights(
+            path, skeleton := Skeleton.of(config, "lm", torch.float32), config, torch.float32
+        )(skeleton.tied_name, Box.whole(skeleton.model.get_parameter(skeleton.tied_name).shape)),
     ],
     ids=["one rank", "several"],
 )

@@ -9,14 +9,15 @@ import gc
 import math
 import re
 import shutil
-import weakref
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -695,32 +696,77 @@ def weights_of(rank: int, grid: str, path: str, kind: str) -> tuple[dict[str, np
     return whole_parameters(engine), local
 
 
-def largest_load(rank: int, grid: str, path: str) -> tuple[int, int]:
-    """Return (peak number of elements in whole parameters on this rank during loading, elements of the model)."""
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-    values = sharding.Filler._values
+def elements_read(rank: int, grid: str, path: str) -> tuple[int, int]:
+    """Return (elements that this rank read from the files, elements that it keeps)."""
+    count = 0
 
-    def watched(self, meta):
-        nonlocal most
-        parameter = values(self, meta)
-        alive.append(weakref.ref(parameter))
-        gc.collect()
-        most = max(most, sum(found.numel() for ref in alive if (found := ref()) is not None))
-        return parameter
+    class Counted:
+        def __init__(self, stored: Any) -> None:
+            self.get_shape = stored.get_shape
+            self._stored = stored
 
-    whole, sharding.UNIT_ELEMENTS, sharding.Filler._values = sharding.UNIT_ELEMENTS, 1, watched
-    try:
+        def __getitem__(self, at: Any) -> torch.Tensor:
+            nonlocal count
+            part = self._stored[at]
+            count += part.numel()
+            return part
+
+    class File:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._file = safe_open(*arguments, **options)
+            self.keys = self._file.keys
+
+        def __enter__(self) -> File:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def get_slice(self, name: str) -> Counted:
+            return Counted(self._file.get_slice(name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "safe_open", File)
         engine = make_engine(grid, path)
-    finally:
-        sharding.UNIT_ELEMENTS, sharding.Filler._values = whole, values
-    return most, sum(parameter.numel() for parameter in engine.named_parameters().values())
+    return count, sum(sharding.local_tensor(parameter).numel() for parameter in engine.named_parameters().values())
 
 
-def test_whole_parameters_are_on_a_rank_for_no_longer_than_it_takes_to_shard_their_unit(ranks, paths):
+@pytest.mark.parametrize("grid", ["d2", "d4", "d2m2", "d2p2", "d2r2", "m2", "p2"])
+def test_a_rank_reads_what_it_keeps(ranks, paths, grid):
     ranks.run(make_meshes)
-    for most, total in ranks.run(largest_load, "d2", paths["untied"], num_ranks=2):
-        assert 0 < most < 0.6 * total
+    found = ranks.run(elements_read, grid, paths["untied"], num_ranks=ParallelGrid.parse(grid).size)
+    assert all(read == kept for read, kept in found)
+    held = sum(kept for _, kept in found)
+    whole = sum(tensor.numel() for tensor in load_file(f"{paths['untied']}/model.safetensors").values())
+    copies, repeated = (2 if "r" in grid else 1), (0.05 * whole if "m" in grid else 0)  # tensor ranks repeat norms
+    assert copies * whole <= held <= copies * whole + repeated
+
+
+def memory_of_a_load(rank: int, grid: str, small: str, path: str) -> tuple[int, int]:
+    """Return (bytes of resident memory that the load adds at its peak, bytes of this rank's share). The small model's load imports
+    and allocates what does not depend on the model."""
+    make_engine(grid, small)
+    gc.collect()
+
+    def resident(name: str) -> int:
+        return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    engine = make_engine(grid, path)
+    share = sum(sharding.local_tensor(parameter).nbytes for parameter in engine.named_parameters().values())
+    return resident("VmHWM") - before, share
+
+
+def test_a_load_takes_the_memory_of_the_share_and_of_little_more(ranks, paths, tmp_path):
+    """The pages of the file that a rank has read count as its memory until the system needs them, so a share counts twice."""
+    make_tiny_model(tmp_path, hidden_size=1024, intermediate_size=6144, num_layers=2, tie_embeddings=False)
+    ranks.run(make_meshes)
+    largest = 4 * 1024 * 6144
+    for grid in ("", "d2", "d4", "d2m2", "d2p2"):
+        size = ParallelGrid.parse(grid).size if grid else 1
+        for added, share in ranks.run(memory_of_a_load, grid, paths["untied"], str(tmp_path), num_ranks=size):
+            assert added < 2 * share + 2 * largest, grid
 
 
 @pytest.mark.parametrize("kind", ["lm", "value"])

@@ -134,7 +134,7 @@ def test_a_run_is_planned_from_its_config(model: Path, tmp_path: Path) -> None:
     parameters = 127_552 // 2 * 4
     assert plan.at_peak["parameters"] == pytest.approx(parameters, rel=0.05)
     assert plan.at_peak["optimizer"] == pytest.approx(2 * parameters, rel=0.05)
-    assert plan.load_peak == pytest.approx(3 * parameters, rel=0.05)  # a whole unit, and the shard cut from it
+    assert parameters < plan.load_peak < 1.2 * parameters  # the shard, and the part that is read last
 
     (tmp_path / "config.json").unlink()
     with pytest.raises(PlanError, match=r"actor, stage 0 .* cannot be planned: .*model_path"):
