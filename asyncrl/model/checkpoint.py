@@ -37,9 +37,9 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.sharding import local_part
 from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.model.tensor_exchange import (
-    exchange,
     exchange_holdings,
     holding_of,
+    raised_by_all,
     this_worker,
     workers_of,
 )
@@ -214,13 +214,8 @@ def _verified(path: Path, workers: Sequence[int]) -> Manifest:
     manifest = read_manifest(path)
     at = list(workers).index(this_worker())
     mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
-    found = ""
-    try:
+    with raised_by_all(workers, CheckpointError):
         check(path, {name: manifest.files[name] for name in mine})
-    except CheckpointError as error:
-        found = str(error)
-    if broken := sorted(filter(None, (text.decode() for text in exchange(workers, found.encode()).values()))):
-        raise CheckpointError(broken[0])
     return manifest
 
 

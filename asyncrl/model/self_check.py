@@ -41,7 +41,7 @@ from asyncrl.model.attention import kernels_text, packed_attention
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import local_tensor
-from asyncrl.model.tensor_exchange import workers_of
+from asyncrl.model.tensor_exchange import raised_by_all, this_worker, workers_of
 from asyncrl.runtime.unix_sockets import folder_of_run
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,10 @@ def load_checked(
     device: torch.device,
     entered: Callable[[str], None] = lambda phase: None,
 ) -> TrainEngine:
-    """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError.
-    entered: called at the begin of each phase after the load."""
-    engine = TrainEngine(model, train, mesh=mesh, device=device)
+    """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError; for
+    weights that one rank cannot load, on all of them. entered: called at the begin of each phase after the load."""
+    with raised_by_all(mesh.placement.workers if mesh is not None else (this_worker(),), ConfigError):
+        engine = TrainEngine(model, train, mesh=mesh, device=device)
     entered("self-check")
     logger.info("attention of %s: %s", model.name, kernels_text(engine.why_rectangles))
     if engine.with_state:

@@ -10,7 +10,8 @@ world must have run one collective together before a subset communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +46,19 @@ def exchange(workers: Sequence[int], payload: bytes) -> dict[int, bytes]:
         latest = _pass_on(latest, to=workers[(position + 1) % count], source=workers[position - 1])
         result[workers[position - step]] = latest
     return result
+
+
+@contextlib.contextmanager
+def raised_by_all(workers: Sequence[int], kind: type[Exception]) -> Iterator[None]:
+    """If the block raises an error of this kind on some workers, all raise one of these errors after it. Collective."""
+    own: Exception | None = None
+    try:
+        yield
+    except kind as error:
+        own = error
+    texts = exchange(workers, str(own or "").encode()).values()
+    if told := sorted(text.decode() for text in texts if text):
+        raise kind(told[0]) from own
 
 
 def exchange_holdings(workers: Sequence[int], mine: Holding) -> dict[int, Holding]:

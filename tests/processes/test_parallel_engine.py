@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from asyncrl.architectures.agreement import BOUND, SelfCheckError
 from asyncrl.architectures.small_copy import small_config
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import OptimizerConfig, TrainConfig
+from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
@@ -819,6 +819,29 @@ def test_a_broken_checkpoint_is_told_on_every_rank(ranks, paths, tmp_path, damag
     ranks.run(make_meshes)
     for told in ranks.run(refusal, "p2m2", str(tmp_path), num_ranks=4):
         assert re.match(f"model_path='{tmp_path}': .*({reason})", told, re.DOTALL), told
+
+
+def refusal_of_checked(rank: int, grid: str, path: str) -> str:
+    mesh = meshes(0)[grid]
+    model = ModelConfig("model", path, grid, list(mesh.placement.workers), "lm", True, OPTIMIZER)
+    with pytest.raises(ConfigError) as caught:
+        self_check.load_checked(model, TRAIN, mesh=mesh, device=torch.device("cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("grid", ["d4", "d2p2"])
+def test_what_one_rank_finds_in_the_weights_is_raised_by_all(ranks, paths, tmp_path, grid):
+    """The NaN is in the last row, which only the last rank reads."""
+    shutil.copytree(paths["untied"], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"][-1, -1] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ranks.run(make_meshes)
+    (told,) = set(ranks.run(refusal_of_checked, grid, str(tmp_path), num_ranks=4))
+    assert told.startswith(
+        f"model_path='{tmp_path}': its weights are broken: model.layers.2.mlp.down_proj.weight in {tmp_path}"
+    )
+    assert "model.safetensors contains NaN" in told
 
 
 def scores_of(rank: int, grid: str, path: str) -> tuple[list[str], np.ndarray | None]:
