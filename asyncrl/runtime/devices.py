@@ -124,6 +124,24 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def cores_near(pci_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """The cores of the NUMA node of a PCI device, such as `0000:17:00.0`; empty if the system does not tell them."""
+    try:
+        ranges = [part.partition("-") for part in (devices / pci_id / "local_cpulist").read_text().split(",")]
+        return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):
+        return set()
+
+
+def bind_threads(cores: set[int]) -> None:
+    """Bind each thread of this process to those of these cores that it may run on already. A thread that may run on none of them
+    stays as it is. Threads that it begins later inherit its cores."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if common := os.sched_getaffinity(int(thread)) & cores:
+                os.sched_setaffinity(int(thread), common)
+
+
 def granted_cores() -> int:
     """The number of cores that Slurm has granted on this machine; outside a Slurm job, the number of usable cores."""
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")

@@ -7,14 +7,18 @@ A process that was given GPUs never computes on the CPU instead: it fails with t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from asyncrl.config.schema import ConfigError
-from asyncrl.runtime.devices import devices_of
+from asyncrl.runtime.devices import bind_threads, cores_near, devices_of
+
+logger = logging.getLogger(__name__)
 
 _REASON_CHARS = 400
 _SIMULATED = (
@@ -26,16 +30,27 @@ def rank_device(index: int = 0, *, gpus: Sequence[str] = ()) -> torch.device:
     """The device, always with an index. A GPU also becomes the current one of the calling thread. CUDA keeps the current device per
     thread, and FSDP and NCCL take it. So call this on the thread that computes.
 
-    gpus: those that the launcher gave this process (WorkerInfo.gpus). index: which of all visible GPUs, modulo their number; it
-    matters only to processes without a launcher, which see all of them. Raises ConfigError if torch cannot use the given GPUs.
+    gpus: those that the launcher gave this process (WorkerInfo.gpus). With them the process also stays on the cores of the GPU's
+    NUMA node, as far as it may use them. index: which of all visible GPUs, modulo their number; it matters only to processes
+    without a launcher, which see all of them. Raises ConfigError if torch cannot use the given GPUs.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if gpus:
+            _stay_near(device)
         return device
     if gpus and os.environ.get(_SIMULATED) != "1":
         raise ConfigError("; ".join(why_unusable(gpus)))
     return torch.device("cpu")
+
+
+def _stay_near(device: torch.device) -> None:
+    about: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack these fields
+    pci_id = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+    cores = cores_near(pci_id)
+    bind_threads(cores)
+    logger.debug("cores near %s (%s): %s", device, pci_id, sorted(cores) or "the system does not tell them")
 
 
 def why_unusable(gpus: Sequence[str]) -> tuple[str, str]:

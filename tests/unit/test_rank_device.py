@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ from asyncrl.model.compute import Compute
 from asyncrl.model.process_group import choose_device
 from asyncrl.model.shards import Holding
 from asyncrl.model.tensor_exchange import transport_device
+from asyncrl.runtime import rank_device as rank_device_module
+from asyncrl.runtime.devices import cores_near
 from asyncrl.runtime.rank_device import rank_device, why_unusable
 from tests.support.services import make_services
 
@@ -54,6 +61,73 @@ async def test_the_gpu_of_a_rank_is_the_current_one_of_its_compute_thread(
         compute.close()
     assert device == torch.device("cuda", 3)
     assert eight_gpus == [(device, thread)]
+
+
+@pytest.mark.parametrize(
+    ("cpulist", "cores"),
+    [
+        ("0-3,8-9\n", {0, 1, 2, 3, 8, 9}),
+        ("5\n", {5}),
+        ("\n", set()),
+        ("all\n", set()),
+        (None, set()),
+    ],
+)
+def test_the_cores_near_a_gpu(tmp_path: Path, cpulist: str | None, cores: set[int]) -> None:
+    (tmp_path / "0000:17:00.0").mkdir()
+    if cpulist is not None:
+        (tmp_path / "0000:17:00.0" / "local_cpulist").write_text(cpulist)
+    assert cores_near("0000:17:00.0", tmp_path) == cores
+    assert cores_near("0000:18:00.0", tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("near", "bound"),
+    [({3, 4, 8, 9}, [{3}, {4}]), ({7}, [{2, 3}, {4, 5}]), (set(), [{2, 3}, {4, 5}]), ({2, 3, 9}, [{2, 3}, {4, 5}])],
+    ids=["some", "none", "unknown", "all of one thread"],
+)
+def test_each_thread_keeps_those_of_its_cores_that_are_near(
+    eight_gpus: object, monkeypatch: pytest.MonkeyPatch, near: set[int], bound: list[set[int]]
+) -> None:
+    """The cores of this test are no real ones. A third thread ends meanwhile."""
+    threads: dict[int, set[int]] = {11: {2, 3}, 12: {4, 5}}
+    asked: list[str] = []
+    monkeypatch.setattr(os, "listdir", lambda folder: ["11", "12", "13"] if folder == "/proc/self/task" else [])
+
+    def affinity(thread: int) -> set[int]:
+        if thread not in threads:
+            raise ProcessLookupError
+        return threads[thread]
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__)
+    about = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9A, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+
+    def cores_of(pci_id: str) -> set[int]:
+        asked.append(pci_id)
+        return near
+
+    monkeypatch.setattr(rank_device_module, "cores_near", cores_of)
+    rank_device(gpus=["0"])
+    assert list(threads.values()) == bound
+    assert asked == ["0000:9a:01.0"]
+
+
+def test_the_threads_of_a_process_are_bound() -> None:
+    """In a process of its own, because no thread of this one may be bound."""
+    program = """
+import os, threading
+from asyncrl.runtime.devices import bind_threads
+done, first = threading.Event(), min(os.sched_getaffinity(0))
+thread = threading.Thread(target=done.wait)
+thread.start()
+bind_threads({first, 100_000})
+print([os.sched_getaffinity(each) == {first} for each in (0, thread.native_id)])
+done.set()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["[True,", "True]"]
 
 
 def test_transfers_use_the_gpu_of_the_rank_if_all_ranks_have_one() -> None:
