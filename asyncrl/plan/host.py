@@ -16,6 +16,7 @@ from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.data.sequence import KEY_SPECS
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.launch.checks.gpus import num_gpus
 from asyncrl.launch.checks.memory import DTYPE_BYTES, ModelSize, estimate, sizes_of
 from asyncrl.launch.program import ProcessSpec
@@ -74,15 +75,17 @@ def _plan_host(
 
 
 def _read_by(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> int:
-    """Bytes of model files that a process reads at its start, at most: each rank reads all files of its models."""
+    """Bytes of model files that a process reads at its start. The ranks of a copy read its files once together."""
     config = spec.config
-    paths = []
+    read = 0
     if isinstance(config, ModelWorkerConfig):
-        own = (model for model in config.models if model.kind != "none" and config.worker.index in model.workers)
-        paths = [model.path for model in own]
-    elif isinstance(config, GenerationServerConfig):
-        paths = [config.model_path] * traits_of(config.engine).starts_servers
-    return sum(sizes[path].num_parameters for path in paths) * _FILE_BYTES
+        for model in config.models:
+            if model.kind != "none" and config.worker.index in model.workers:
+                grid = ParallelGrid.parse(model.grid)
+                read += sizes[model.path].num_parameters * grid.num_copies // grid.size
+    elif isinstance(config, GenerationServerConfig) and traits_of(config.engine).starts_servers:
+        read = sizes[config.model_path].num_parameters
+    return read * _FILE_BYTES
 
 
 def _size_of(path: str) -> ModelSize:

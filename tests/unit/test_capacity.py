@@ -443,7 +443,8 @@ def test_the_main_memory_of_the_fullest_host(load):
     of_token = 8 + 4 + 1 + 1 + 8 + 4 + 4 + 1
     assert host.parts["trajectories"] == 2 * 16 * 8 * (512 + 1024) * of_token  # two batches of groups of 8
     assert host.memory == sum(host.parts.values())
-    assert (host.read, host.read_by_process) == ((2 + 4) * 2 * parameters, 2 * parameters)
+    # Two servers and four ranks, which read the files once together
+    assert (host.read, host.read_by_process) == ((2 + 1) * 2 * parameters, 2 * parameters)
     apart = plan_host(load("allocation=sglang.d4m2+d8"))  # the servers fill the first host
     assert (apart.num_hosts, "SGLang" in apart.parts, apart.parts["a checkpoint"]) == (2, False, 12 * parameters)
     split = plan_host(load("allocation=sglang.d4+d12"))
