@@ -16,6 +16,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.model import attention
 from asyncrl.model.attention import Segments
 from asyncrl.model.packing import Packed
+from asyncrl.model.states import keep_apart
 from asyncrl.testing.tiny import ARCHITECTURES, make_tiny_model
 from tests.support.varlen_on_cpu import kernels_of_a_gpu
 
@@ -29,14 +30,17 @@ def one_torch_thread():
 
 def models(architecture: str = "qwen2", plain: str = "eager", window: int | None = None, **shape):
     """Return (the Hugging Face model, the same model with packed attention)."""
-    model = make_tiny_model(None, architecture, **({"hidden_size": 32, "intermediate_size": 64} | shape)).base_model
+    whole = make_tiny_model(None, architecture, **({"hidden_size": 32, "intermediate_size": 64} | shape))
+    model = whole.base_model
     model.config.sliding_window = window
     if hasattr(model, "has_sliding_layers"):
         model.config.layer_types = ["sliding_attention" if window else "full_attention"] * len(model.layers)
         model.has_sliding_layers = window is not None
         for layer in model.layers:
             layer.self_attn.sliding_window = window
-    packed = copy.deepcopy(model)
+    packed = copy.deepcopy(whole)
+    keep_apart(packed)
+    packed = packed.base_model
     model.set_attn_implementation(plain)
     packed.set_attn_implementation(attention.NAME)
     return model, packed
