@@ -40,6 +40,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.architectures.states import modules_with_state
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
@@ -428,6 +429,8 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     if not any(".layers.*." in name for name in plan):
         raise ConfigError(f"{what} has no plan for tensor parallelism in transformers; {remedy}")
     _check_sizes(model, plan, size, what)
+    # Modules that carry a state, and their parts: each rank computes them whole
+    with_state = {part for module in modules_with_state(model).values() for part in module.modules()}
     dims: dict[Tensor, int] = {}  # the dimension that the tensor ranks split
     for name, module in model.named_modules():
         style = plan.get(_wildcard(name))
@@ -438,8 +441,11 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             _install_embedding(module, ranks, size)
         elif module is output_layer:
             dims |= dict.fromkeys(module.parameters(), 0)
-        elif style in (None, "replicated_with_grad_allreduce", "colwise_gather_output"):  # every rank computes it whole
+        elif style in (None, "replicated_with_grad_allreduce"):
             continue
+        elif module in with_state:
+            if style != "colwise_gather_output":  # which has the result of a whole module
+                raise ConfigError(f"{what} splits {name}, which carries a state, as {style!r}; {remedy}")
         elif style == "colwise" and isinstance(module, nn.Linear):
             dims |= dict.fromkeys(module.parameters(), 0)
             _install_colwise(module)
