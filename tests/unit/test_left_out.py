@@ -79,6 +79,7 @@ def test_a_process_can_be_stopped_and_is_then_seen_to_be_gone(left_out: External
             left_out.observe(put("running", pid=process.pid))
             left_out.turn()
             process.send_signal(signal.SIGSTOP)  # it must not end before is_gone is read
+            assert wait_until(lambda: shown.status() == psutil.STATUS_STOPPED, limit_s=60.0, every_s=0.01)
             left_out.ask_to_stop()
             assert not left_out.is_gone
             process.send_signal(signal.SIGCONT)

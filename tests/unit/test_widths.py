@@ -21,6 +21,7 @@ from asyncrl.cli.progress import TrainingProgress, print_summary
 from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.launch.rundir import RunRecord
+from asyncrl.plan.bounds import TimeBound
 from asyncrl.plan.layouts import Layout
 from asyncrl.protocol.status import Wait, WorkerStatus
 
@@ -143,10 +144,20 @@ def tokens(console, tmp_path):
 
 
 def layouts(console, tmp_path):
-    _print_layouts(
-        [Layout("sglang.d4p1m2+d2p2m2", 12.3, 4.56, 78.9, 91.2, 234.0, 60 << 30, True, True)], console, assumed=""
+    time = TimeBound(
+        training_s=12.3,
+        receiving_s=4.56,
+        generation_s=78.9,
+        step_s=91.2,
+        mfu=0.5,
+        expected_training_s=40.0,
+        expected_generation_s=190.0,
+        expected_step_s=234.0,
+        response_tokens=1000,
+        running=100,
     )
-    return "sglang.d4p1m2+d2p2m2 yes 12.3 4.56 78.9 91.2 234 60.0 GiB"
+    _print_layouts([Layout("sglang.d4p1m2+d2p2m2", time, 60 << 30, True, True)], console, assumed="")
+    return "sglang.d4p1m2+d2p2m2 yes 234 91.2 12.3 4.56 78.9 60.0 GiB"
 
 
 def summary(console, tmp_path):
