@@ -21,6 +21,8 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
         num_parameters += round(parameter.numel() * share)
     layers = text.per_layer_config if text.is_heterogeneous else [text] * text.num_hidden_layers
     patterns = patterns_in(model)
+    if patterns and not text.is_heterogeneous:
+        layers = [text] * len(patterns)  # layers with a state have no attention
     if len(patterns) != len(layers):
         patterns = [CAUSAL] * len(layers)
     widths: Counter[tuple[int, int]] = Counter()

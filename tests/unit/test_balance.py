@@ -13,6 +13,7 @@ from asyncrl.master.balance import Balance
 from asyncrl.model.flops import flops_of
 from asyncrl.model.packing import plan_micro_batches
 from asyncrl.protocol.model_flops import ModelFlops
+from asyncrl.testing.tiny import make_tiny_model
 from tests.support.families import make_family
 from tests.support.master import make_meta
 
@@ -82,6 +83,12 @@ def test_a_models_windows_are_read_from_the_model():
     assert flops_of(model).widths == [(0, 0, 2 * 4 * 16)]
     read_attention(model, "m")
     assert flops_of(model).widths == [(0, 0, 4 * 16), (16, 0, 4 * 16)]
+
+
+def test_layers_with_a_state_have_no_pairs_of_tokens():
+    model = make_tiny_model(None, "qwen3_5_text", num_layers=3)
+    read_attention(model, "m")
+    assert flops_of(model).widths == [(0, 0, 4 * 16)]  # of the second layer
 
 
 def test_one_long_sequence_among_many_short_ones_counts_by_its_flops():
