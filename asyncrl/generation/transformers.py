@@ -225,6 +225,8 @@ class _Runner(ModelRunner):
 
 def on_device(tree: Any, device: torch.device) -> Any:
     """The tree with all its tensors on this device. Those on the host travel in one copy, from pinned memory, without a wait."""
+    if device.type == "cpu":
+        return tree
     leaves, spec = tree_flatten(tree)
     host = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device != device}
     if not host:
