@@ -24,7 +24,7 @@ from gpu_stages.sheet import FAILED, Row, Sheet, table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for tests/support; asyncrl itself may be installed, or on PYTHONPATH
 # Seconds of each stage, in the order in which they run
-LIMITS_S = {"facts": 40.0, "kernels": 90.0, "step": 180.0, "nccl": 40.0, "generate": 90.0, "oom": 40.0}
+LIMITS_S = {"facts": 40.0, "kernels": 90.0, "step": 180.0, "nccl": 40.0, "generate": 90.0}
 # The allocator as in a run (asyncrl/launch/program.py). CUDA is found without a context, which a forked process could not use
 ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

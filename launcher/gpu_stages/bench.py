@@ -76,6 +76,12 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
+    def peaks(self) -> tuple[int, int]:
+        """Bytes allocated and reserved at most since `free`."""
+        if not self.on_gpu:
+            return 0, 0
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
     def clock(self, function: Callable[[], Any]) -> float:
         """Seconds of one call."""
         self.synchronize()

@@ -1,26 +1,18 @@
-"""The machine: card, versions, chosen kernels, and how fast bytes are copied, checked and cast."""
+"""The machine: card, versions, and how fast bytes are copied, checked and cast."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import torch
 import transformers
 
-from asyncrl.architectures.attention import read_attention
-from asyncrl.config.schema import TrainConfig
-from asyncrl.model.attention import kernels_text, long_tokens_of, reasons_of
-from asyncrl.model.sharding import Skeleton, load_config
-
 from .bench import GIB, Bench
-from .sheet import NEEDS_GPU, Row
+from .sheet import Row
 
-# G elements/s of one core, measured on another machine
-_ISNAN_CORE, _CAST_CORE = 0.38, 0.49
 _PCIE5_GBS = 64.0
 
 
@@ -48,28 +40,6 @@ def memory(bench: Bench) -> Iterator[Row]:
     yield Row("CUDA's context, with the kernels used so far", (total - free) / GIB, "GiB")
 
 
-def attention_kernel(bench: Bench) -> Iterator[Row]:
-    model = Skeleton.of(load_config(bench.model_folder("8B"), "lm"), "lm", torch.bfloat16).model
-    layers = read_attention(model, "Qwen3-8B")
-    long_tokens = long_tokens_of(bench.device, TrainConfig())
-    text = kernels_text(reasons_of(layers, bench.device, torch.bfloat16, long_tokens=long_tokens))
-    yield Row("attention of Qwen3-8B", note=text, anywhere=True)
-
-
-def cuda_after_fork(bench: Bench) -> Iterator[Row]:
-    """Workers are forked from a process that has imported torch."""
-    if not bench.on_gpu:
-        yield Row("CUDA in a process forked after import torch", note=NEEDS_GPU)
-        return
-    child = "import os, sys, torch; pid = os.fork(); "
-    child += "(torch.zeros(1, device='cuda').cpu(), os._exit(0)) if not pid else None; "
-    child += "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
-    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-300:])
-    yield Row("CUDA in a process forked after import torch", "works")
-
-
 def copies(bench: Bench) -> Iterator[Row]:
     num_bytes = bench.size(GIB // 2, 1 << 16)
     there = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
@@ -89,15 +59,12 @@ def checks_and_casts(bench: Bench) -> Iterator[Row]:
     yield bench.timed("isnan().any(), 0.27 G bf16", lambda: on_device.isnan().any(), num_bytes=2 * count)
     yield bench.timed("cast bf16 to float32, 0.27 G", on_device.float, num_bytes=6 * count)
     on_cpu, threads = on_device[: count // 8].cpu(), torch.get_num_threads()
-    for used in sorted({1, threads}):
-        torch.set_num_threads(used)
-        for name, function, one in (
-            ("isnan", lambda: on_cpu.isnan().any(), _ISNAN_CORE),
-            ("cast", on_cpu.float, _CAST_CORE),
-        ):
-            function()
-            rate = len(on_cpu) / bench.clock(function) / 1e9
-            yield Row(f"{name} of bf16 on {used} cores", rate, "G/s", one if used == 1 else None)
+    torch.set_num_threads(1)
+    for name, function, one in (("isnan", lambda: on_cpu.isnan().any(), 0.38), ("cast", on_cpu.float, 0.49)):
+        function()
+        yield Row(
+            f"{name} of bf16 on 1 core", len(on_cpu) / bench.clock(function) / 1e9, "G/s", one
+        )  # planned: another core
     torch.set_num_threads(threads)
 
 
@@ -109,10 +76,8 @@ def matmul(bench: Bench) -> Iterator[Row]:
 
 MEASUREMENTS = (
     ("versions", versions),
-    ("attention", attention_kernel),
     ("memory", memory),
     ("copies", copies),
     ("checks and casts", checks_and_casts),
     ("matmul", matmul),
-    ("fork", cuda_after_fork),
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.receive import StagedReceiver
+from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.model.sharding import apply_data_parallel, load_config, local_tensor, shard_units
@@ -33,7 +35,7 @@ from asyncrl.weights.update_group import GroupMember, digest, serve_store
 from tests.support.memory_names import MemoryNameResolver
 
 from .bench import Bench, random_weights
-from .sheet import NEEDS_GPU, Row
+from .sheet import Row
 
 _HOST, _LIMIT_S = "127.0.0.1", 20.0
 _LARGEST_DIFFERENCE = 0.05  # of the gradient: FSDP computes norms in bfloat16, autocast in float32
@@ -114,55 +116,11 @@ async def _join(member: GroupMember, rank: int, size: int, device: torch.device,
     await member.join(lambda: there, rank=rank, size=size, limit_s=_LIMIT_S, host=_HOST, device=device)
 
 
-def two_ranks_on_one_gpu(bench: Bench) -> Iterator[Row]:
-    """NCCL refuses them, so that trainer and server cannot share a GPU with it."""
-    if not bench.on_gpu:
-        yield Row("NCCL with two ranks on one GPU", note=NEEDS_GPU)
-        return
-
-    async def meet() -> None:
-        members, store = [GroupMember("two", "nccl") for _ in range(2)], serve_store(_HOST, _LIMIT_S)[0]
-        flat = torch.ones(1024, dtype=torch.uint8, device=bench.device)
-        try:
-            async with asyncio.timeout(_LIMIT_S):
-                await asyncio.gather(*(_join(m, rank, 2, bench.device, store) for rank, m in enumerate(members)))
-                await asyncio.gather(*(member.broadcast(flat.clone(), _LIMIT_S / 2) for member in members))
-        finally:
-            for member in members:
-                member.leave()
-
-    try:
-        asyncio.run(meet())
-        yield Row("NCCL with two ranks on one GPU", "accepted")
-    except (RuntimeError, TimeoutError) as error:
-        said = " ".join(str(error).split())
-        yield Row("NCCL with two ranks on one GPU", "refused", note=f"{type(error).__name__}: {said[:300]}")
-
-
-class _Engine:
-    """Takes the tensors of an update, as StagedReceiver's engine."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.weights_device = device
-        self.tensors: dict[str, Tensor] = {}
-
-    def check_version(self, _: object) -> None: ...
-
-    def check_tensors(self, *_: object, **__: object) -> None: ...
-
-    def uses(self, flats: list[Tensor]) -> list[bool]:
-        return [False] * len(flats)
-
-    async def load_tensors(self, tensors: dict[str, Tensor], _: object) -> None:
-        self.tensors = tensors
-
-
 def staged_receiver(bench: Bench) -> Iterator[Row]:
     """A sender and a receiver whose model is on the device, over gloo, in one process."""
     values = torch.randn(bench.size(1 << 26, 1 << 10))
     bucket = {"names": ["weight"], "dtypes": ["float32"], "shapes": [list(values.shape)]}
-    engine = _Engine(bench.device)
-
+    engine = AsyncMock(spec=TransformersEngine, weights_device=bench.device, uses=lambda flats: [False] * len(flats))
     version = str(WeightVersion(1, 0))
 
     async def update() -> float:
@@ -185,7 +143,8 @@ def staged_receiver(bench: Bench) -> Iterator[Row]:
         return seconds
 
     seconds = asyncio.run(update())
-    if not torch.equal(engine.tensors["weight"].cpu(), values):
+    (tensors, _), _ = engine.load_tensors.call_args
+    if not torch.equal(tensors["weight"].cpu(), values):
         raise RuntimeError("the receiver has other values than the sender")
     yield Row("update over gloo to a model on the device", 4 * len(values) / seconds / 1e9, "GB/s")
 
@@ -195,5 +154,4 @@ MEASUREMENTS = (
     ("FSDP", fsdp),
     ("update group", update_group),
     ("staged receiver", staged_receiver),
-    ("two ranks on one GPU", two_ranks_on_one_gpu),
 )
