@@ -522,7 +522,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     def _drop(self) -> None:
         """In the control thread: free the model and the KV cache. Their objects refer to each other, so they are collected here."""
-        del self._manager, self._model
+        del self._manager, self._model, self._states
         gc.collect()
         return_freed_memory()
         if self.weights_device.type == "cuda":

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,18 @@ async def test_the_engine_finds_a_state_that_is_not_the_requests_own(
     with pytest.raises(ConfigError, match="was decoded with another logprob") as error:
         await sample(path)
     assert figure(error) > 10 * BOUND
+
+
+async def test_an_engine_that_sleeps_keeps_no_states(tmp_path: Path) -> None:
+    engine = TransformersEngine(EngineArguments(str(make(tmp_path, "qwen3_5_text")), SMALL), device="cpu")
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await engine.start()  # its self-check samples
+            states = weakref.ref(engine._states)
+            await engine.sleep()
+        assert states() is None
+    finally:
+        await engine.close()
 
 
 async def test_the_engine_refuses_layers_for_which_it_has_no_cache(tmp_path: Path) -> None:
