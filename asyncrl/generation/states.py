@@ -93,9 +93,8 @@ def _go_on(layer: LinearAttentionLayer, states: Sequence[_State]) -> None:
     """Give an empty layer of transformers' cache the states of a batch."""
     conv, recurrent = [state.conv for state in states], [state.recurrent for state in states]
     if conv[0] is not None:
-        layer.lazy_initialization(conv_states=torch.stack(conv))  # type: ignore[arg-type]
-        layer.conv_states[0].copy_(torch.stack(conv))  # type: ignore[arg-type, union-attr]
+        layer.conv_states[0], layer.is_conv_states_initialized[0] = torch.stack(conv), True  # type: ignore[arg-type]
+        layer.conv_kernel_size[0] = conv[0].shape[-1]
     if recurrent[0] is not None:
-        layer.lazy_initialization(recurrent_states=torch.stack(recurrent))  # type: ignore[arg-type]
-        layer.recurrent_states[0].copy_(torch.stack(recurrent))  # type: ignore[arg-type, union-attr]
+        layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = torch.stack(recurrent), True  # type: ignore[arg-type]
     layer.has_previous_state[0] = True

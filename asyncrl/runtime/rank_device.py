@@ -47,7 +47,7 @@ def rank_device(index: int = 0, *, gpus: Sequence[str] = ()) -> torch.device:
 
 def _stay_near(device: torch.device) -> None:
     about: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack these fields
-    if not hasattr(about, "pci_bus_id"):  # no build of torch for GPUs has been tried yet
+    if not hasattr(about, "pci_bus_id"):  # torch does not document these fields
         return
     pci_id = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
     cores = cores_near(pci_id)
