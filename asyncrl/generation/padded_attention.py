@@ -7,8 +7,8 @@ kernels are faster on GPUs that support them.
 
 The plan (the positions of queries and cache rows) is made once per forward pass, on the host. It travels to the device in one copy
 with the other inputs of the pass, and every layer gets it as the keyword argument `attention_plan`. The KV cache reads the rows:
-its `read_index` is replaced by the padded one. The cache keeps all keys of every layer, whatever the layer attends to: a layer's
-window or chunk (architectures/attention.py) is part of its mask only.
+its `read_index` is replaced by the padded one. The cache keeps all keys of every layer with attention, whatever the layer attends
+to: a layer's window or chunk (architectures/attention.py) is part of its mask only. Layers without attention have no place in it.
 
 Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D width of a
 key, V width of a value.
@@ -16,7 +16,7 @@ key, V width of a value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +68,7 @@ class AttentionPlan(NamedTuple):
 
     read_index: Tensor  # rows of the KV cache, in the order of the rectangles
     rectangles: list[Rectangle]
+    places: dict[int, int]  # of the layers in the KV cache, by their numbers in the model
 
 
 def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np.ndarray]:
@@ -92,9 +93,14 @@ def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np
 
 
 def make_plan(
-    query_lengths: Sequence[int], key_lengths: Sequence[int], rows: np.ndarray, trash_row: int
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    rows: np.ndarray,
+    trash_row: int,
+    places: Mapping[int, int],
 ) -> AttentionPlan:
-    """Plan one forward pass, in tensors on the CPU. `rows`: the cache rows of all keys, in the order of the requests."""
+    """Plan one forward pass, in tensors on the CPU. `rows`: the cache rows of all keys, in the order of the requests. places: as
+    in AttentionPlan."""
     queries, keys = np.asarray(query_lengths, dtype=np.int64), np.asarray(key_lengths, dtype=np.int64)
     query_starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
     read_index: list[np.ndarray] = []
@@ -123,7 +129,7 @@ def make_plan(
             )
         )
         first_key += len(members) * width_k
-    return AttentionPlan(torch.from_numpy(np.concatenate(read_index)), rectangles)
+    return AttentionPlan(torch.from_numpy(np.concatenate(read_index)), rectangles, dict(places))
 
 
 def padded_attention(
@@ -146,7 +152,8 @@ def padded_attention(
     width, value_width = key.shape[3], value.shape[3]
     if width != value_width:  # the cache has one width for both
         key, value = pad(key, (0, max(0, value_width - width))), pad(value, (0, max(0, width - value_width)))
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    place = attention_plan.places[module.layer_idx]  # type: ignore[index]
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=place, kwargs=kwargs)
     key, value = key[..., :width], value[..., :value_width]
     num_heads, num_tokens = query.shape[1:3]
     num_kv_heads = key.shape[1]

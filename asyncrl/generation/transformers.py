@@ -154,7 +154,7 @@ class _Runner(ModelRunner):
     """Forward pass with our attention plan and our sampling."""
 
     sampling_args: _SamplingArgs
-    is_padded: bool  # False: another attention implementation than padded_attention.py is used
+    places: dict[int, int]  # of layers in the KV cache; empty: another attention than padded_attention.py is used
     states: RequestStates
     scheduler: Scheduler
 
@@ -173,7 +173,7 @@ class _Runner(ModelRunner):
         prev_output_ids: Tensor,
         output_ids: Tensor,
     ) -> None:
-        if self.is_padded:
+        if self.places:
             self._plan_attention(batch_data)
         batch_data = on_device(batch_data, model.device)
         states = self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext()
@@ -218,6 +218,7 @@ class _Runner(ModelRunner):
             [item.state.position_offset for item in batch],  # prepare_batch_tensors has added this pass's queries
             packed.numpy(),
             allocator.read_trash_index,
+            self.places,
         )
         batch_data["read_index"] = [plan.read_index]
         batch_data["attention_plan"] = plan
@@ -297,7 +298,7 @@ class _Manager(ContinuousBatchingManager):
                 return_logprobs=True,
             )
             runner.sampling_args = self._sampling_args
-            runner.is_padded = bool(self._padded)
+            runner.places = {layer.layer: place for place, layer in enumerate(self._padded)}
             runner.states, runner.scheduler = self._states, processor.scheduler
             processor.model_runner = runner
             if self._padded:
@@ -330,12 +331,13 @@ class _Manager(ContinuousBatchingManager):
 @contextlib.contextmanager
 def _full_attention(config: Any, layers: Sequence[LayerAttention]) -> Iterator[None]:
     """In this context the config describes the KV cache that padded_attention.py needs for these layers: all keys of every layer,
-    in the layers' own numbers and widths. transformers' cache would keep only a window of keys, and derives the widths from other
-    fields than the layers do. No layers: the config stays as it is."""
+    in the layers' own numbers and widths, and no place for layers without attention. transformers' cache would keep only a window
+    of keys, and derives the widths from other fields than the layers do. No layers: the config stays as it is."""
     changed: dict[str, Any] = {}
     if layers:
         changed = {
-            "layer_types": ["full_attention"] * config.num_hidden_layers,
+            "num_hidden_layers": len(layers),
+            "layer_types": ["full_attention"] * len(layers),
             "num_key_value_heads": max(layer.num_key_heads for layer in layers),
             "head_dim": max(max(layer.key_width, layer.value_width) for layer in layers),
         }

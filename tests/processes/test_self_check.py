@@ -327,6 +327,20 @@ async def test_an_engine_that_sleeps_keeps_no_states(tmp_path: Path) -> None:
         await engine.close()
 
 
+async def test_the_cache_has_blocks_for_layers_with_attention_only(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3_5_text", num_layers=5)  # the second and the fourth have attention
+    engine = TransformersEngine(EngineArguments(str(tmp_path), SMALL), device="cpu")
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await engine.start()
+        cache = engine._manager.processor.cache
+    finally:
+        await engine.close()
+    block = SMALL.page_size * 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
+    assert cache.num_blocks == SMALL.num_blocks
+    assert cache.cache_tensor.nbytes == (SMALL.num_blocks + 2) * block  # two blocks take the rows of padding
+
+
 async def test_the_engine_refuses_layers_for_which_it_has_no_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'mamba2'.*Use another model, or SGLang"):
         await sample(make(tmp_path, "mamba2"))
