@@ -27,6 +27,8 @@ Logprobs = npt.NDArray[np.float32]
 BOUND = 1e-5
 _NOISE_SHARE = 4.0
 _MOST = {32: 1e-3, 16: 1.0}
+# Of a parameter's gradient, in float32, in the same way: the norm of the difference, as a share of the gradient's norm
+GRADIENT_BOUND, _MOST_OF_GRADIENT = 1e-4, 1e-2
 # Nats in 16 bits, the limit of a single token as in the logprob check of a version. docs/lab-notebook.md measures 0.14
 BOUND_16_BITS = 0.3
 
@@ -43,6 +45,19 @@ def bound_of(bits: int, noise: float = 0.0) -> float:
     """bits: width of the floating-point numbers, 16 or 32. noise: the model's own rounding, as the difference between two
     computations that are equal but for it."""
     return min(max(BOUND_16_BITS if bits == 16 else BOUND, _NOISE_SHARE * noise), _MOST[bits])
+
+
+def gradient_bound_of(noise: float) -> float:
+    """noise: as in bound_of."""
+    return min(max(GRADIENT_BOUND, _NOISE_SHARE * noise), _MOST_OF_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a small copy in the trainer, in packed rows, is from plain transformers, each sequence alone."""
+
+    nats: float  # the largest difference of a logprob
+    gradients: float  # of the parameter where it is largest: the norm of the difference / that of the gradient
 
 
 @dataclass(frozen=True)

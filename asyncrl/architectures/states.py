@@ -10,9 +10,9 @@ from asyncrl.architectures.attention import backbone_of
 
 def modules_with_state(model: PreTrainedModel) -> dict[str, nn.Module]:
     """By name, the modules of the backbone that carry a state. A module counts as one if it has a convolution of its own, as all of
-    transformers' have."""
+    transformers' have, and the number of its layer, which its state is cached by. An encoder of audio has no such number."""
     return {
         name: module
         for name, module in backbone_of(model).named_modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
+        if hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in module.children())
     }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl.architectures.agreement import Agreement
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
@@ -54,10 +55,11 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Both are empty if all computations agree."""
+    """Problem and not_checked are empty if all computations agree."""
 
     problem: str = ""
     not_checked: str = ""
+    trainer: Agreement | None = None  # not None: the trainer passed, so the problem is the embedded engine's
 
 
 def task_of(config: ExperimentConfig) -> Task:
@@ -86,14 +88,13 @@ def judge_architecture(config: ExperimentConfig) -> list[Finding]:
         result = Result(not_checked=f"its process ended: {done.stderr.decode(errors='replace').strip()[-300:]}")
     if result.problem:
         return [
-            Finding(
-                _NAME, "fail", result.problem, "use another model; docs/verification.md lists the families that work"
-            )
+            Finding(_NAME, "fail", result.problem, "use another model; docs/families.md lists the families that work")
         ]
     if result.not_checked:
         remedy = "the trainer and the servers check the model when they load it"
         return [Finding(_NAME, "warn", f"not checked on a small copy: {result.not_checked}", remedy)]
-    return [Finding(_NAME, "ok", "packed, alone, and decoded from the cache, a small copy computes the same logprobs")]
+    text = "packed, alone, and decoded from the cache, a small copy computes the same logprobs and gradients"
+    return [Finding(_NAME, "ok", text)]
 
 
 def check_architecture(task: Task) -> Result:
@@ -112,11 +113,15 @@ def check_architecture(task: Task) -> Result:
             return Result(problem=str(error))
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
             return _judge_original(task.path, error)
+        trainer, agreement = None, None
         try:
-            _compare(task, model, Path(folder) / "run")
+            if task.trains:
+                trainer, agreement = _train(model)
+            if task.generation is not None:
+                asyncio.run(_sample(task.generation, model, trainer, Path(folder) / "run"))
         except ConfigError as error:
-            return Result(problem=str(error).replace(str(model), task.path))
-    return Result()
+            return Result(problem=str(error).replace(str(model), task.path), trainer=agreement)
+    return Result(trainer=agreement)
 
 
 def _judge_original(path: str, error: Exception) -> Result:
@@ -154,15 +159,13 @@ def _check_names(path: str, config: PreTrainedConfig) -> None:
         ) from error
 
 
-def _compare(task: Task, model: Path, run_dir: Path) -> None:
+def _train(model: Path) -> tuple[TrainEngine, Agreement]:
     """Raises ConfigError."""
     from asyncrl.architectures.agreement import architecture_errors
     from asyncrl.model.self_check import check_saved_copy
 
     with architecture_errors(model):
-        trainer = check_saved_copy(model) if task.trains else None
-    if task.generation is not None:
-        asyncio.run(_sample(task.generation, model, trainer, run_dir))
+        return check_saved_copy(model)
 
 
 async def _sample(config: GenerationConfig, model: Path, trainer: TrainEngine | None, run_dir: Path) -> None:

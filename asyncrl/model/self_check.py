@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,17 +25,19 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.agreement import (
+    Agreement,
     Difference,
     Logprobs,
     SelfCheckError,
     architecture_errors,
     bound_of,
+    gradient_bound_of,
     not_repeatable,
     texts_of,
 )
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import ConfigError, TrainConfig
+from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.attention import kernels_text, packed_attention
@@ -48,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 # By the bits of a number: the largest relative difference between gradients that are equal but for rounding
 _GRADIENT_BOUND = {16: 0.1, 32: 1e-3}
+# Gradients with less than this share of the largest one's norm are rounding: that of the bias of keys is zero in exact arithmetic
+_LEAST_GRADIENT = 1e-3
+
+Gradients = Mapping[str, Tensor]  # by parameter: this rank's part, of the sum of all outputs
 
 
 def load_checked(
@@ -114,7 +121,7 @@ def _in_each_kernel(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> tupl
     outputs, grads = list[Logprobs](), list[Tensor]()
     for _ in _each_kernel(engine):
         outputs += compute(engine, texts) or []
-        grads += _gradients(engine, texts)
+        grads += _gradients(engine, texts).values()
     return outputs, grads
 
 
@@ -128,13 +135,14 @@ def _each_kernel(engine: TrainEngine) -> Iterator[None]:
         engine.long_tokens = least
 
 
-def _gradients(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Gradients of the sum of all outputs, on this rank; none for a frozen model. The engine is afterwards as before."""
+def _gradients(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> Gradients:
+    """Of the parameters that have one; none for a frozen model. The engine is afterwards as before."""
     if engine.optimizer is None:
-        return []
+        return {}
     flops = engine.trained_flops
     engine.accumulate(_sample_of(texts), lambda outputs, *_: (next(iter(outputs.values())).sum(), {}), temperature=1.0)
-    grads = [local_tensor(p.grad).clone() for p in engine.named_parameters().values() if p.grad is not None]
+    parameters = engine.named_parameters()
+    grads = {name: local_tensor(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
     engine.optimizer.zero_grad()
     engine.trained_flops = flops
     return grads
@@ -205,29 +213,56 @@ def check_small_copy(config: PreTrainedConfig) -> None:
         check_saved_copy(Path(folder))
 
 
-def check_saved_copy(path: Path) -> TrainEngine:
-    """Check a small copy that is in this folder. Returns its trainer. Raises SelfCheckError or ConfigError."""
+def check_saved_copy(path: Path) -> tuple[TrainEngine, Agreement]:
+    """Check a small copy that is in this folder. Returns its trainer too. Raises SelfCheckError or ConfigError."""
     train = TrainConfig(dtype="float32", max_tokens_per_mb=256)
-    engine = TrainEngine(ModelConfig("actor", str(path), "d1", [0]), train)
+    model = ModelConfig("actor", str(path), "d1", [0], trainable=True, optimizer=OptimizerConfig())
+    engine = TrainEngine(model, train)
     texts = texts_of(engine.vocab_size)
-    expected, bound = plain_logprobs(path, texts)
+    plain = plain_outputs(path, texts)
     check_packing(engine)
     packed = compute(engine, texts)
     assert packed is not None
-    if (worst := Difference.between(packed, expected)).nats > bound:
+    if (worst := Difference.between(packed, plain.logprobs)).nats > (bound := plain.bound):
         raise SelfCheckError(
             f"the trainer's logprobs differ from those of plain transformers by {worst.nats:.3g} (bound: {bound:.0e}), at token "
             f"{worst.token} of a text of {len(texts[worst.text])} tokens, in a small copy of the architecture; asyncrl's "
             "attention does not compute what this architecture defines. Use another model"
         )
-    return engine
+    share, name = _worst_gradient(_gradients(engine, texts), plain.gradients)
+    if share > plain.gradient_bound:
+        raise SelfCheckError(
+            f"the trainer's gradients differ from those of plain transformers: the difference has {share:.3g} of the norm of the "
+            f"gradient of {name} (bound: {plain.gradient_bound:.0e}), in a small copy of the architecture, whose logprobs are "
+            "equal. Use another model"
+        )
+    return engine, Agreement(worst.nats, share)
 
 
-def plain_logprobs(path: Path, texts: Sequence[Sequence[int]]) -> tuple[list[Logprobs], float]:
-    """Logprobs by plain transformers, each text alone, and the bound for another computation of them.
+def _worst_gradient(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    """The largest difference of a parameter's gradient, as a share of the gradient's norm, and the parameter."""
+    norms = {name: float(grad.norm()) for name, grad in expected.items()}
+    least = _LEAST_GRADIENT * max(norms.values())
+    worst = 0.0, ""
+    for name in found.keys() | expected.keys():
+        one, other = (grads.get(name, torch.zeros(())) for grads in (found, expected))
+        share = float((one - other).norm()) / max(norms.get(name, 0.0), least)
+        worst = max(worst, (math.inf if math.isnan(share) else share, name))
+    return worst
 
-    Raises SelfCheckError if the logprob of a token depends on later tokens.
-    """
+
+@dataclass(frozen=True)
+class PlainOutputs:
+    """What plain transformers computes of each text alone, and the bounds for another computation of it."""
+
+    logprobs: list[Logprobs]
+    bound: float  # nats
+    gradients: Gradients
+    gradient_bound: float  # of _worst_gradient
+
+
+def plain_outputs(path: Path, texts: Sequence[Sequence[int]]) -> PlainOutputs:
+    """Raises SelfCheckError if the logprob of a token depends on later tokens."""
     found = []
     for implementation in ("eager", "sdpa"):
         try:
@@ -250,15 +285,27 @@ def plain_logprobs(path: Path, texts: Sequence[Sequence[int]]) -> tuple[list[Log
             "language model with this config.json, so it cannot be sampled token by token. Use a decoder"
         )
     noise = max([ahead, *(Difference.between(other, expected).nats for _, other in others)])
-    return expected, bound_of(32, noise)
+    gradients, *of_others = [_plain_gradients(one, texts) for one, _ in found]
+    rounding = max((_worst_gradient(one, gradients)[0] for one in of_others), default=0.0)
+    return PlainOutputs(expected, bound_of(32, noise), gradients, gradient_bound_of(rounding))
 
 
 @torch.no_grad()
 def _plain(model: nn.Module, text: Sequence[int]) -> Logprobs:
+    return np.concatenate([np.zeros(1, np.float32), _plain_logprobs(model, text).cpu().numpy()])
+
+
+def _plain_logprobs(model: nn.Module, text: Sequence[int]) -> Tensor:
+    """Of each token but the first."""
     ids = torch.tensor([list(text)], device=next(model.parameters()).device)
     logits = model(input_ids=ids, use_cache=False).logits[0].float()
-    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-    return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
+    return torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def _plain_gradients(model: nn.Module, texts: Sequence[Sequence[int]]) -> Gradients:
+    for text in texts:
+        _plain_logprobs(model, text).sum().backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprobs] | None:

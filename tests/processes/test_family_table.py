@@ -1,41 +1,37 @@
-"""The table of families in docs/verification.md has each causal language model of transformers with its real verdict."""
+"""The table of families in docs/families.md has each causal language model of transformers with its real verdict and figures."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support.family_table import EQUAL, families, judge, listed
+from tests.support.family_table import families, judge, listed
 
-QUICK = (
-    "llama",
-    "mistral",
-    "phi3",
-    "mixtral",
-    "qwen3_moe",
-    "gpt_neox",
-    "gemma2",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_next",
-    "mamba2",
-    "bloom",
-)
-# Families that users train and that must stay equal
-PROMISED = ("mistral", "phi3", "starcoder2", "mixtral", "olmoe", "qwen3_moe", "gpt_neox", "llama", "qwen2", "qwen3")
+# Families that users train and that must stay equal, in the trainer and in the embedded engine
+PROMISED = (
+    "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text llama mistral mixtral gemma2 gemma3_text gpt_oss phi phi3 glm"
+    " glm4 glm4_moe olmo2 olmo3 olmoe olmo_hybrid lfm2 lfm2_moe lfm3 deepseek_v3 gpt_neox starcoder2"
+).split()
+QUICK = (*PROMISED, "gemma4_text", "llama4_text", "bamba", "mamba2", "bloom")
+# Rounding differs between CPUs: a figure may be so many times the listed one, or this figure
+TIMES, LEAST = 10.0, 1e-6
 
 
 def check(family: str) -> None:
     torch.set_num_threads(1)
-    assert judge(family).text == listed()[family]
+    found, expected = judge(family), listed()[family]
+    assert (found.is_trained, found.reason) == (expected.is_trained, expected.reason)
+    if found.trainer is not None and expected.trainer is not None:
+        assert found.trainer.nats <= TIMES * max(expected.trainer.nats, LEAST)
+        assert found.trainer.gradients <= TIMES * max(expected.trainer.gradients, LEAST)
 
 
 def test_the_table_has_each_family_once() -> None:
     assert sorted(listed()) == families()
 
 
-def test_families_that_users_train_are_equal() -> None:
-    assert [name for name in PROMISED if listed()[name] != EQUAL] == []
+def test_families_that_users_train_are_trained_and_sampled() -> None:
+    assert [name for name in PROMISED if not listed()[name].is_trained or listed()[name].reason] == []
 
 
 @pytest.mark.parametrize("family", QUICK)

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 from asyncrl.architectures import small_copy
-from asyncrl.architectures.agreement import BOUND, SelfCheckError
+from asyncrl.architectures.agreement import BOUND, GRADIENT_BOUND, SelfCheckError
 from asyncrl.architectures.attention import Pattern
 from asyncrl.architectures.small_copy import WINDOW, longest_window, save_small_copy, small_config
 from asyncrl.cli import attention_check
@@ -201,6 +201,22 @@ def _as_one_sequence(compute: Any, packed: Any, segments_of: Any) -> torch.Tenso
     return attention.in_rectangles(compute, packed, segments_of([len(packed[0])]))
 
 
+def test_a_gradient_that_is_lost_in_a_packed_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path, "llama")
+    train(path)
+
+    def weaker(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return 0.99 * grad.index_select(0, places), None, None
+
+    monkeypatch.setattr(attention._Scatter, "backward", staticmethod(weaker))
+    with pytest.raises(ConfigError, match="trainer's gradients differ") as error:
+        train(path)
+    found = re.search(r"has (\S+) of the norm of the gradient of model\.layers\.\d\.", str(error.value))
+    assert found is not None, error.value
+    assert float(found[1]) > 10 * GRADIENT_BOUND
+
+
 def test_layers_with_a_state_are_not_compiled(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"linear_attn carries a state.*use off"):
         train(make(tmp_path, "qwen3_next"), compile="on")
@@ -252,7 +268,7 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SelfCheckError, match="depends on the tokens behind it"):
-        self_check.plain_logprobs(make(tmp_path, "xlnet"), [list(range(5, 25))])
+        self_check.plain_outputs(make(tmp_path, "xlnet"), [list(range(5, 25))])
 
 
 # -------------------------------------------------------------------------------------------------------------- the engine

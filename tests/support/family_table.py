@@ -1,7 +1,7 @@
 """The table of families: what the self-check says of each causal language model of transformers.
 
 `python -m tests.support.family_table --write` makes a small copy of each architecture, runs trainer and embedded engine on it as
-`asyncrl-launch check` does, and writes the table to docs/verification.md. With names of families it prints their
+`asyncrl-launch check` does, and writes the table to docs/families.md. With names of families it prints their
 verdicts, and the time that each takes, and writes nothing.
 """
 
@@ -11,19 +11,19 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from asyncrl.architectures.agreement import Agreement
 from asyncrl.cli.architecture_check import Task, check_architecture
 from asyncrl.config.schema import GenerationConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-EQUAL = "equal"
 
 _QWEN4_EXP = {
     "indexer_n_heads": 4,
@@ -31,6 +31,41 @@ _QWEN4_EXP = {
     "indexer_head_dim": 256,
     "indexer_budget": 64,
     "indexer_compress_ratio": 4,
+}
+
+# Published models of a family, where its name does not say them
+_MODELS: Mapping[str, str] = {
+    "cwm": "Code World Model",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "ernie4_5": "ERNIE 4.5",
+    "exaone4": "EXAONE 4",
+    "gemma4_text": "Gemma 4",
+    "gemma3_text": "Gemma 3",
+    "gemma3n_text": "Gemma 3n",
+    "glm": "GLM-4 (2024)",
+    "glm4": "GLM-4-0414",
+    "glm4_moe": "GLM-4.5, 4.6",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "gpt_oss": "gpt-oss (sinks)",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4",
+    "hy_v3": "Hunyuan 3",
+    "lfm2": "LFM2",
+    "lfm3": "LFM3",
+    "llama": "Llama 2, 3, and others",
+    "mistral": "Mistral 7B",
+    "ministral3": "Ministral 3",
+    "nemotron_h": "Nemotron-H, Nano 2",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi": "Phi-1, 2",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3_5": "Qwen3.5, 3.6 (its text model)",
+    "qwen3_5_moe": "Qwen3.5, 3.6 (its text model)",
+    "qwen3_5_text": "Qwen3.5, 3.6",
+    "qwen3_5_moe_text": "Qwen3.5, 3.6",
+    "qwen3_next": "Qwen3-Next",
 }
 
 # Fields of the published models of a family, where the default config of transformers makes no model.
@@ -67,8 +102,13 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True)
 class Verdict:
     family: str
-    text: str  # EQUAL, or the reason why it is refused
-    seconds: float
+    trainer: Agreement | None  # None: the trainer refuses it
+    reason: str  # why the trainer refuses it, or the embedded engine; "": neither does
+    seconds: float = 0.0
+
+    @property
+    def is_trained(self) -> bool:
+        return self.trainer is not None
 
 
 def families() -> list[str]:
@@ -92,8 +132,8 @@ def judge(family: str) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         default_config(family).save_pretrained(folder)
         result = check_architecture(Task(folder, True, GenerationConfig()))
-    text = result.problem or result.not_checked or EQUAL
-    return Verdict(family, _reason(text), time.perf_counter() - began)
+    reason = _reason(result.problem or result.not_checked)
+    return Verdict(family, result.trainer, reason, time.perf_counter() - began)
 
 
 # What each refusal says, and its words in the table. The first that matches counts.
@@ -127,28 +167,42 @@ def _reason(text: str) -> str:
     return next((words for pattern, words in _REASONS if re.search(pattern, text)), text)
 
 
-def table(verdicts: Iterable[Verdict]) -> str:
+def table(verdicts: Sequence[Verdict]) -> str:
     """The part of the page between its markers."""
+    rows = ["| model type | models | logprobs | gradients | embedded engine |", "|---|---|---|---|---|"]
     by_reason: dict[str, list[str]] = {}
     for verdict in verdicts:
-        by_reason.setdefault(verdict.text, []).append(verdict.family)
-    equal = by_reason.pop(EQUAL, [])
-    rows = [f"| equal | {len(equal)} | {', '.join(equal)} |"]
+        if verdict.trainer is None:
+            by_reason.setdefault(verdict.reason, []).append(verdict.family)
+            continue
+        figures = f"{verdict.trainer.nats:.0e} | {verdict.trainer.gradients:.0e}"
+        engine = f"refused: {verdict.reason}" if verdict.reason else "samples"
+        rows.append(f"| {verdict.family} | {_MODELS.get(verdict.family, '')} | {figures} | {engine} |")
+    refused = ["| refused because | families | model types |", "|---|---|---|"]
     for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        rows.append(f"| refused: {reason} | {len(names)} | {', '.join(names)} |")
-    return "\n".join(["| verdict | families | model types |", "|---|---|---|", *rows])
+        refused.append(f"| {reason} | {len(names)} | {', '.join(names)} |")
+    sampled = sum(verdict.is_trained and not verdict.reason for verdict in verdicts)
+    trained = sum(verdict.is_trained for verdict in verdicts)
+    counts = f"{trained} families train. The embedded engine samples {sampled} of them."
+    return "\n".join([counts, "", *rows, "", f"The other {len(verdicts) - trained} are refused:", "", *refused])
 
 
-def write(verdicts: Iterable[Verdict]) -> None:
+def write(verdicts: Sequence[Verdict]) -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
-def listed() -> dict[str, str]:
-    """Family -> verdict, as the page has it."""
+def listed() -> dict[str, Verdict]:
+    """By family, as the page has it."""
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    rows = re.findall(r"^\| (?:refused: )?(.+?) \| \d+ \| (.+) \|$", text, re.MULTILINE)
-    return {family: verdict for verdict, names in rows for family in names.split(", ")}
+    found = []
+    for family, nats, gradients, engine in re.findall(
+        r"^\| (\S+) \| .*\| (\d\S*) \| (\d\S*) \| (?:samples|refused: (.+)) \|$", text, re.MULTILINE
+    ):
+        found.append(Verdict(family, Agreement(float(nats), float(gradients)), engine))
+    for reason, names in re.findall(r"^\| (.+?) \| \d+ \| (.+) \|$", text, re.MULTILINE):
+        found += [Verdict(family, None, reason) for family in names.split(", ")]
+    return {verdict.family: verdict for verdict in found}
 
 
 def main(names: Sequence[str]) -> None:
@@ -158,7 +212,8 @@ def main(names: Sequence[str]) -> None:
     verdicts = []
     for family in families() if list(names) == ["--write"] else names:
         verdicts.append(judge(family))
-        print(f"{family:26s} {verdicts[-1].seconds:5.1f} s  {verdicts[-1].text}", flush=True)
+        found = verdicts[-1]
+        print(f"{family:26s} {found.seconds:5.1f} s  {found.trainer}  {found.reason}", flush=True)
     if list(names) == ["--write"]:
         write(verdicts)
 
