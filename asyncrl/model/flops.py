@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.attention import CAUSAL, patterns_in
-from asyncrl.protocol.model_flops import ModelFlops
+from asyncrl.architectures.states import modules_with_state
+from asyncrl.protocol.model_flops import ModelFlops, delta_rule_flops
 
 
 def flops_of(model: PreTrainedModel) -> ModelFlops:
@@ -28,7 +30,17 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
     widths: Counter[tuple[int, int]] = Counter()
     for layer, pattern in zip(layers, patterns, strict=True):
         widths[pattern.window, pattern.chunk] += _width_of_heads(layer)
-    return ModelFlops(num_parameters=num_parameters, widths=[(*limits, width) for limits, width in widths.items()])
+    return ModelFlops(
+        num_parameters=num_parameters,
+        widths=[(*limits, width) for limits, width in widths.items()],
+        of_states=sum(map(_flops_of_state, modules_with_state(model).values())),
+    )
+
+
+def _flops_of_state(module: nn.Module) -> int:
+    """FLOPs of a token beside those of the module's parameters. A convolution has no others."""
+    heads = getattr(module, "num_v_heads", 0)
+    return delta_rule_flops(heads, module.head_k_dim, module.head_v_dim) if heads else 0  # type: ignore[arg-type]
 
 
 def _width_of_heads(layer: PreTrainedConfig) -> int:

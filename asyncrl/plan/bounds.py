@@ -169,12 +169,13 @@ def generation_time(
     config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device, response: int
 ) -> float:
     """Seconds in which the servers generate one batch, with so many tokens in a response. Each decoding step reads the
-    weights and the KV cache of its requests. The prompt of a group is computed once."""
+    weights and the KV cache of its requests, and reads and writes their states. The prompt of a group is computed once if the
+    engine shares prefixes."""
     requests = math.ceil(config.train.batch_size * config.rollout.group_size / server.count)
     new, prompt = response, prompt_tokens(config)
     steps = new * max(requests / server.running(_mean_tokens(config, response)), 1.0)
     active = server.weights * shape.active_parameters / shape.parameters
-    read = steps * active + requests * new * (prompt + new / 2) * server.kv_token
-    tokens = requests * new + requests * prompt / config.rollout.group_size
+    moved = steps * active + requests * new * ((prompt + new / 2) * server.kv_token + 2 * server.request_state)
+    tokens = requests * new + requests * prompt / (config.rollout.group_size if server.shares_prefixes else 1)
     flops = shape.forward_flops(1, prompt + new) * tokens / server.gpus
-    return max(read / device.memory_bandwidth, flops / device.flops)
+    return max(moved / device.memory_bandwidth, flops / device.flops)

@@ -107,7 +107,8 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     of_layer //= split
     entries = budget * shape.hidden * value // split
     if train.gradient_checkpointing == KEEP_ATTENTION:
-        entries += budget * shape.heads * shape.head_dim * value // split
+        of_attention = shape.heads * shape.head_dim * shape.attention_layers // shape.num_layers
+        entries += budget * of_attention * value // split
     kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
     logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split
     unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)

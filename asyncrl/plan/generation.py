@@ -1,4 +1,4 @@
-"""Plans generation servers (pure): weights, KV cache, and the requests that fit on each GPU."""
+"""Plans generation servers (pure): weights, KV cache, states of layers without attention, and the requests that fit on each GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _MIB = 1 << 20
 _SGLANG_SIZES = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 _SGLANG_LARGEST = (16_384, 512, 512)
 _SGLANG_LEAST_RESERVE = 10 * _GIB  # on GPUs with more than 60 GiB
+# SGLang's defaults for layers with a state (model_runner_kv_cache_mixin.py of 0.5): bytes of states / bytes of the KV cache, and
+# states for each running request, as its prefix cache holds states, too
+_SGLANG_STATE_RATIO, _SGLANG_STATES = 0.9, 3
 
 
 class ServerPlan(msgspec.Struct, frozen=True):
@@ -42,8 +45,12 @@ class ServerPlan(msgspec.Struct, frozen=True):
     requests: int  # of this length that fit at the same time
     max_requests: int  # generation.max_running_requests
     cache: int  # all blocks; at least one request, which SGLang needs
-    # Weights, received ones, cache, CUDA's libraries, and the reserve of SGLang for activations and graphs.
+    # Weights, received ones, cache, states, CUDA's libraries, and the reserve of SGLang for activations and graphs.
     memory: int
+    request_state: int = 0  # the state of one request in layers without attention; 0: the model has none
+    states: int = 0  # all states
+    with_state: int = 0  # requests that have a state at the same time
+    shares_prefixes: bool = True  # the prompt of a group is computed once
 
     @property
     def block_bytes(self) -> int:
@@ -51,15 +58,19 @@ class ServerPlan(msgspec.Struct, frozen=True):
 
     def running(self, tokens: int) -> int:
         """Requests that run at the same time if each has this many tokens in the KV cache, at least one."""
-        return max(min(self.blocks // -(-tokens // self.block_tokens), self.max_requests), 1)
+        fit = min(self.blocks // -(-tokens // self.block_tokens), self.max_requests)
+        return max(min(fit, self.with_state) if self.request_state else fit, 1)
 
     @property
     def remark(self) -> str:
         """A text if fewer requests than generation.max_running_requests fit; else ""."""
         if self.requests >= self.max_requests:
             return ""
+        holds = (
+            "the states of a server hold" if self.requests == self.with_state > 0 else "the KV cache of a server holds"
+        )
         return (
-            f"generation.max_running_requests={self.max_requests}: the KV cache of a server holds {self.requests} requests of "
+            f"generation.max_running_requests={self.max_requests}: {holds} {self.requests} requests of "
             f"{self.request_tokens:,} tokens, so it runs fewer of that length at the same time"
         )
 
@@ -77,17 +88,26 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     kv_token = shape.kv_values_per_token(tensor) * (1 if is_8_bit else value)
     libraries = library_bytes(communicates=tensor > 1)
     tokens = request_tokens(config, shape)
+    state = shape.state_bytes(value, tensor)
+    max_requests = _number(generation.server_args, "max-running-requests", generation.max_running_requests)
+    shares = generation.prefix_sharing and generation.interrupt != "in_place"
     if allocation.traits.sizes_own_cache:
         block = _number(generation.server_args, "page-size", 1)
         share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
         static = int((device.memory - libraries) * share)
-        blocks = max(static - weights, 0) // (block * kv_token)
+        free, of_request = max(static - weights, 0), _SGLANG_STATES if shares else 1
+        num_states = _sglang_states(generation.server_args, free, state, max_requests, shares=shares)
+        with_state = num_states // of_request
+        blocks = max(free - num_states * state, 0) // (block * kv_token)
         blocks = min(blocks, _number(generation.server_args, "max-total-tokens", blocks * block) // block)
         beside = device.memory - static
         cache = max(blocks * block, tokens) * kv_token
     else:
         block, blocks, beside = generation.page_size, generation.num_blocks, libraries
+        num_states = with_state = max_requests if state else 0
+        shares = shares and not state  # generation/transformers.py keeps no state for a page
         cache = blocks * block * kv_token
+    requests = blocks // -(-tokens // block)
     return ServerPlan(
         engine=allocation.engine,
         count=allocation.num_servers,
@@ -98,11 +118,24 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
         block_tokens=block,
         blocks=blocks,
         request_tokens=tokens,
-        requests=blocks // -(-tokens // block),
-        max_requests=_number(generation.server_args, "max-running-requests", generation.max_running_requests),
+        requests=min(requests, with_state) if state else requests,
+        max_requests=max_requests,
         cache=cache,
-        memory=weights + received + cache + beside,
+        memory=weights + received + cache + num_states * state + beside,
+        request_state=state,
+        states=num_states * state,
+        with_state=with_state,
+        shares_prefixes=shares,
     )
+
+
+def _sglang_states(server_args: Mapping[str, str], free: int, state: int, max_requests: int, *, shares: bool) -> int:
+    """How many states SGLang holds beside the KV cache. free: bytes for both. state: bytes of one."""
+    if not state:
+        return 0
+    ratio = _number(server_args, "mamba-full-memory-ratio", _SGLANG_STATE_RATIO)
+    by_memory = int(free * ratio / (1 + ratio)) // state
+    return _number(server_args, "max-mamba-cache-size", by_memory if shares else max_requests)
 
 
 def request_tokens(config: ExperimentConfig, shape: ModelShape) -> int:

@@ -90,4 +90,4 @@ def _read_by(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> int:
 
 def _size_of(path: str) -> ModelSize:
     shape = ModelShape.of(path)
-    return ModelSize(shape.parameters, shape.kv_values_per_token())
+    return ModelSize(shape.parameters, shape.kv_values_per_token(), shape.state_layers, shape.state)

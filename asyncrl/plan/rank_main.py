@@ -45,6 +45,7 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
     """
     import torch
 
+    from asyncrl.architectures.attention import read_attention
     from asyncrl.model.flops import flops_of
     from asyncrl.model.sharding import Skeleton, load_config
     from asyncrl.plan.layers import sampled_layers
@@ -57,6 +58,7 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
             path, kind = task.model.path, task.model.kind
             if (path, kind) not in models:
                 models[path, kind] = Skeleton.of(load_config(path, kind), kind, torch.float32).model
+                read_attention(models[path, kind], path)  # which layers have attention, and over which tokens
             sampled = None if in_full else sampled_layers(task, models[path, kind])
         except Exception as error:
             raise _refused(task, _last_line(error)) from error

@@ -186,13 +186,17 @@ def _layouts(config: ExperimentConfig, rank: RankPlan, static: int, rest: int, r
 
 
 def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: Shortage) -> list[tuple[Change, ...]]:
-    """Fewer blocks of the embedded engine; more tensor ranks of SGLang's servers, first with fewer servers; bfloat16."""
+    """Fewer blocks of the embedded engine, or fewer requests with a state; more tensor ranks of SGLang's servers, first with fewer
+    servers; bfloat16."""
     allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     found: list[tuple[Change, ...]] = []
     if not allocation.traits.sizes_own_cache:
         room = server.blocks - -(-(shortage.needed - shortage.memory) // server.block_bytes)
         if room * server.block_tokens >= server.request_tokens:
             found.append((("generation.num_blocks", room),))
+        if server.request_state:
+            fewer = server.max_requests - -(-(shortage.needed - shortage.memory) // server.request_state)
+            found += [(("generation.max_running_requests", fewer),)] if fewer >= 1 else []
     if config.generation.dtype == "float32":
         found.append((("generation.dtype", "bfloat16"),))
     if allocation.traits.is_tensor_parallel and allocation.generation_devices is None:

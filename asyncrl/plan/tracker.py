@@ -301,6 +301,11 @@ def _products(query: Tensor, key: Tensor, value: Tensor, *, widths: int, value_w
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * width
 
 
+def _triangular_flops(args: Any, kwargs: Any) -> int:
+    """Substitution takes half of the products of a matrix [C, C] with the other one."""
+    return int(math.prod(args[1].shape) * args[0].shape[-1])
+
+
 def _grouped_flops(args: Any, kwargs: Any) -> int:
     """Each row of the first matrix is multiplied by the matrix of one expert."""
     rows, inner = args[0].shape[-2:]
@@ -312,6 +317,7 @@ _FLOPS: dict[str, Callable[[Any, Any], int]] = {  # by operation; the others are
     "torch_attn::_varlen_attn_backward": _varlen_backward_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _sdpa_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _sdpa_backward_flops,
+    "aten::linalg_solve_triangular": _triangular_flops,
     "aten::_grouped_mm": _grouped_flops,
     "transformers::grouped_mm_fallback": _grouped_flops,
     "transformers::grouped_mm_fallback_backward": lambda args, kwargs: 2 * _grouped_flops(args, kwargs),

@@ -50,6 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("qwen2", "p2", "critic", False, ()),
             ("llama", "d2r2", "actor", False, ()),
             ("qwen3", "d1", "actor", "attention", ()),
+            ("qwen3_5_text", "d2", "actor", True, ()),
+            ("qwen3_5_text", "m2", "actor", False, pytest.mark.release),
+            ("qwen3_5_text", "p2", "actor", True, pytest.mark.release),
             ("llama", "m2", "actor", True, pytest.mark.release),
             ("mistral", "p2", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d1", "actor", True, pytest.mark.release),
@@ -89,13 +92,15 @@ def plan_twice(tasks: bytes) -> tuple[bytes, bytes]:
 @pytest.mark.release
 def test_a_plan_of_many_layers_follows_from_two_smaller_ones(tmp_path: Path) -> None:
     tasks = []
-    for grid, role, checkpointing, num_layers in [
-        ("d2", "actor", False, 9),
-        ("m2", "critic", True, 8),
-        ("p2", "actor", True, 17),
+    for model, grid, role, checkpointing, num_layers in [
+        ("qwen2", "d2", "actor", False, 9),
+        ("qwen2", "m2", "critic", True, 8),
+        ("qwen2", "p2", "actor", True, 17),
+        ("qwen3_5_text", "d2", "actor", True, 13),
+        ("qwen3_5_text", "m2", "actor", False, 12),
     ]:
         path = tmp_path / str(num_layers)
-        make_tiny_model(path, num_layers=num_layers)
+        make_tiny_model(path, model, num_layers=num_layers)
         tasks += tasks_of(Case("tiny", grid, role, checkpointing, 1, 5, LENGTHS), path)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -40,6 +40,7 @@ from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.launch.checks.checklist import Case
+from asyncrl.launch.checks.memory import ModelSize
 from asyncrl.model import attention, self_check, states
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.packing import Packed
@@ -343,18 +344,28 @@ async def test_an_engine_that_sleeps_keeps_no_states(tmp_path: Path) -> None:
         await engine.close()
 
 
-async def test_the_cache_has_blocks_for_layers_with_attention_only(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "qwen3_5_text", num_layers=5)  # the second and the fourth have attention
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "gemma2", "qwen2"])
+async def test_cache_and_states_have_the_bytes_that_the_quick_estimate_counts(family: str, tmp_path: Path) -> None:
+    """Keys and values only of layers with attention, whatever their windows; a state for each request in the other ones."""
+    if family in ("qwen2", "qwen3_5_text"):
+        make_tiny_model(tmp_path, family, num_layers=5)
+    else:
+        make(tmp_path, family, **({"layer_types": ["conv", "full_attention"] * 16} if family == "lfm2" else {}))
     engine = TransformersEngine(EngineArguments(str(tmp_path), SMALL), device="cpu")
     try:
         async with asyncio.timeout(LIMIT_S):
             await engine.start()
-        cache = engine._manager.processor.cache
+        cache, states = engine._manager.processor.cache, engine._states._states
     finally:
         await engine.close()
-    block = SMALL.page_size * 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
+    size, of_block = ModelSize.of(str(tmp_path)), cache.bytes_per_sector
     assert cache.num_blocks == SMALL.num_blocks
-    assert cache.cache_tensor.nbytes == (SMALL.num_blocks + 2) * block  # two blocks take the rows of padding
+    assert cache.cache_tensor.nbytes == size.cache_bytes(SMALL) + 2 * of_block  # two blocks take the rows of padding
+    assert bool(states) == bool(size.states_bytes(SMALL)) == (family in ("lfm2", "qwen3_5_text"))
+    for of_request in states.values():  # of those of the self-check
+        tensors = [tensor for state in of_request.values() for tensor in (state.conv, state.recurrent)]
+        found = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        assert SMALL.max_running_requests * found == size.states_bytes(SMALL)
 
 
 async def test_the_engine_refuses_layers_for_which_it_has_no_cache(tmp_path: Path) -> None:

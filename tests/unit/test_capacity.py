@@ -82,6 +82,60 @@ QWEN3_MOE = QWEN3_SMALL | {
     "moe_intermediate_size": 768,
     "tie_word_embeddings": False,
 }
+LINEAR = {
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+QWEN3_NEXT = LINEAR | {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
+QWEN35_9B = {
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "text_config": LINEAR
+    | {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "layer_types": [*3 * ["linear_attention"], "full_attention"] * 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 12288,
+        "vocab_size": 248320,
+    },
+}
+LFM2_1B = {  # LFM2-1.2B
+    "model_type": "lfm2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "block_ff_dim": 12288,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "vocab_size": 65536,
+    "tie_embedding": True,
+}
+STATE = 4 * 8192 * 2 + 32 * 128 * 128 * 4  # bytes of a layer's state: the convolution in bfloat16, the rest in float32
 YAML = """\
 model_path: {folder}
 allocation: sglang.d2p1m1+d4p1m1
@@ -137,6 +191,9 @@ def step(flops=0, **collectives):
         (QWEN3_SMALL, 596_049_920, 596_049_920),
         (QWEN3_MOE, 30_532_122_624, 3_353_032_704),
         (MIXTRAL, 46_702_792_704, 12_879_925_248),
+        (QWEN3_NEXT, 79_674_391_296, 3_874_929_408),
+        (QWEN35_9B, 8_953_803_264, 8_953_803_264),
+        (LFM2_1B, 1_170_340_608, 1_170_340_608),
     ],
 )
 def test_the_parameters_of_published_models(config, parameters, active):
@@ -166,8 +223,29 @@ def test_the_flops_of_a_forward_pass():
     assert tied.forward_flops(1, 1) == 2 * 596_049_920 + 4 * 28 * 2048
 
 
+def test_layers_with_a_state_keep_no_keys_and_attend_to_no_tokens():
+    shape = ModelShape.from_config(QWEN35_9B)
+    assert (shape.attention_layers, shape.state_layers) == (8, 24)
+    assert shape.kv_values_per_token() == 2 * 8 * 4 * 256
+    assert shape.state_bytes(2) == 24 * STATE
+    assert shape.state_bytes(2, 4) * 4 == shape.state_bytes(2)
+    of_state = 24 * 32 * (64 * 8 * 128 + 6 * 128 * 128)  # linear in the tokens
+    matmuls = 2 * (8_953_803_264 - 248_320 * 4096) + of_state
+    assert shape.forward_flops(10, 5) == 10 * (matmuls + 4 * 8 * 4096 * 3)
+    assert ModelShape.from_config(QWEN3_NEXT).kv_values_per_token() == 2 * 12 * 2 * 256
+    assert ModelShape.from_config(LFM2_1B).state_bytes(2) == 10 * 3 * 2048 * 2
+    assert not shape.serves_on(32)  # 16 heads of keys
+
+
+def test_a_hybrid_says_which_layers_have_attention():
+    with pytest.raises(KeyError, match="layer_types"):
+        ModelShape.from_config({name: value for name, value in LFM2_1B.items() if name != "full_attn_idxs"})
+
+
 def test_an_unknown_family_is_refused():
-    with pytest.raises(PlanError, match="model_type='gpt2': its sizes are not known; use one of llama, mistral"):
+    with pytest.raises(
+        PlanError, match=r"model_type='gpt2': its sizes are not known; use one of lfm2, .*llama, mistral"
+    ):
         ModelShape.from_config({"model_type": "gpt2"})
     with pytest.raises(PlanError, match=r"model_path='/none': its config\.json does not give the model's sizes"):
         ModelShape.of("/none")
@@ -237,6 +315,40 @@ def test_requests_of_the_embedded_engine(load):
     assert plan_server(load("mode=sync", "allocation=d4"), shape, TOY) is None
 
 
+@pytest.mark.parametrize("config", [QWEN3_NEXT, QWEN35_9B])
+def test_the_embedded_engine_has_one_state_for_each_running_request(load, config):
+    shape = ModelShape.from_config(config)
+    overrides = ["allocation=transformers.d2+d1", "generation.num_blocks=4096", "generation.page_size=32"]
+    server = plan_server(load(*overrides, "generation.max_running_requests=40"), shape, TOY)
+    kv_token, states = shape.attention_layers * 2 * shape.kv_heads * 256 * 2, 40 * shape.state_layers * STATE
+    assert (server.kv_token, server.states, server.requests, server.remark) == (kv_token, states, 40, "")
+    libraries = library_bytes(communicates=False)
+    assert server.memory == 2 * shape.parameters + 4096 * 32 * kv_token + states + libraries
+
+
+def test_sglang_divides_its_memory_between_states_and_cache(load):
+    """SGLang 0.5: as 9 to 10, and three states for a running request, because prefixes have some."""
+    shape, state = ModelShape.from_config(QWEN35_9B), 24 * STATE
+    half = "mem-fraction-static: '0.5'"
+    server = plan_server(load(f"generation.server_args={{{half}}}", "generation.max_running_requests=200"), shape, TOY)
+    room = (80 * GIB - library_bytes(communicates=False)) // 2 - server.weights
+    num_states = int(room * 0.9 / 1.9) // state
+    assert server.states == num_states * state
+    assert server.blocks == (room - server.states) // 32_768
+    assert server.requests == server.running(2048) == num_states // 3
+    assert server.remark.startswith(
+        f"generation.max_running_requests=200: the states of a server hold {num_states // 3}"
+    )
+    apart = [
+        f"generation.server_args={{{half}}}",
+        "generation.max_running_requests=20",
+        "generation.prefix_sharing=false",
+    ]
+    assert plan_server(load(*apart), shape, TOY).states == 20 * state
+    few = f"generation.server_args={{{half}, max-mamba-cache-size: '30'}}"
+    assert (plan_server(load(few), shape, TOY).states, plan_server(load(few), shape, TOY).requests) == (30 * state, 10)
+
+
 # ------------------------------------------------------------------------------------------------------------------ times
 
 
@@ -291,6 +403,19 @@ def test_the_time_of_generation(load):
     slow = replace(TOY, flops=1e12)
     tokens = 64 * 1024 + 8 * 512  # one prompt a group
     assert generation_time(config, shape, server, slow, 1024) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+
+
+def test_the_embedded_engine_computes_the_prompt_of_a_hybrid_for_each_request(load):
+    shape, slow = ModelShape.from_config(QWEN35_9B), replace(TOY, flops=1e12)
+    config = load("allocation=transformers.d2+d1", "generation.max_running_requests=64", "generation.num_blocks=100000")
+    server = plan_server(config, shape, TOY)
+    tokens = 64 * (1024 + 512)
+    assert generation_time(config, shape, server, slow, 1024) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+    moved = 64 * 1024 * ((512 + 512) * 32_768 + 2 * 24 * STATE)  # a state is read and written
+    assert generation_time(config, shape, server, TOY, 1024) == pytest.approx((1024 * server.weights + moved) / 1e12)
+    for none in ("generation.prefix_sharing=false", "generation.interrupt=in_place"):
+        assert not plan_server(load(none), ModelShape.from_config(QWEN_7B), TOY).shares_prefixes
+    assert plan_server(load(), shape, TOY).shares_prefixes  # SGLang keeps states of prefixes
 
 
 def test_the_expected_time_is_the_bound_over_the_share_that_real_steps_reach(load):

@@ -150,11 +150,24 @@ def test_check_fails_if_memory_cannot_suffice(tmp_path, monkeypatch):
     assert finding.state == "ok"
 
 
-def test_layers_of_several_kinds_share_the_cache(tmp_path):
-    shape = {"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 3}
-    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": kinds}))
-    assert ModelSize.of(str(tmp_path)).kv_values_per_token == 2 * 1 * 2 * 16
+@pytest.mark.parametrize("nested", [False, True])
+def test_all_layers_with_attention_have_keys_in_the_cache(tmp_path, nested):
+    shape = {"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    shape["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention", "linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": shape} if nested else shape))
+    assert ModelSize.of(str(tmp_path)).kv_values_per_token == 2 * 3 * 2 * 16
+
+
+def test_requests_of_a_hybrid_have_states(tmp_path):
+    make_tiny_model(tmp_path, "qwen3_5_text", num_layers=5)
+    generation = GenerationConfig(max_running_requests=8, dtype="bfloat16")
+    of_layer = 128 * 4 * 2 + 4 * 16 * 16 * 4  # the convolution in bfloat16
+    assert ModelSize.of(str(tmp_path)).states_bytes(generation) == 8 * 3 * of_layer
+    for config in (replace(CONFIG, allocation="transformers.d2+d1"), replace(CONFIG, allocation="d2", mode="sync")):
+        config = resolve(replace(config, model_path=str(tmp_path), generation=generation), Facts(on_gpu=False))
+        specs = plan(config, attempt=1, num_prompts=100)
+        parts = estimate(specs, {str(tmp_path): ModelSize.of(str(tmp_path))})
+        assert sum(part.num_bytes for part in parts if part.what == "states of requests") == 2 * 8 * 3 * of_layer
 
 
 def parts_of(*, devices=("0", "1", "2", "3"), **train):

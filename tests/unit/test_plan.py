@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from asyncrl.architectures.attention import read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import (
     CriticConfig,
@@ -37,7 +39,10 @@ from asyncrl.plan.counts import Cost, Moment, StepCounts, extrapolated, plus
 from asyncrl.plan.layers import sampled_layers, set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask, _combined, plan_training
 from asyncrl.plan.result import ModelStep, PlanError
+from asyncrl.plan.shapes import ModelShape
 from asyncrl.plan.tracker import REST, Tracker
+from asyncrl.protocol.model_flops import delta_rule_flops
+from tests.support.family_table import default_config
 
 BLOCK = 4096  # 1000 float32 numbers, rounded up to 512 bytes
 
@@ -128,6 +133,16 @@ def test_both_kernels_of_attention_on_a_gpu_have_their_memory(tracker, monkeypat
     varlen, rectangles = found
     assert varlen.kinds["workspace"] == rectangles.kinds["workspace"] > 0
     assert varlen.peak < rectangles.peak < varlen.peak + 3 * (4 + 2 + 2) * 256 * 32 * 2
+
+
+def test_flops_of_the_delta_rule(tracker):
+    """Two chunks of 64 tokens, 4 heads, keys of 16 and values of 24 values. Then as many FLOPs by hand."""
+    query, key = (torch.empty(1, 128, 2, 16) for _ in range(2))
+    value, gate, beta = torch.empty(1, 128, 4, 24), torch.empty(1, 128, 4), torch.empty(1, 128, 4)
+    torch_chunk_gated_delta_rule(query, key, value, g=gate, beta=beta)
+    of_token = 4 * (5 * 64 * 16 + 3 * 64 * 24 + 6 * 16 * 24)
+    assert delta_rule_flops(4, 16, 24) == of_token
+    assert tracker.cost.flops == 128 * of_token
 
 
 def test_values_that_fake_tensors_lack_are_guessed(tracker):
@@ -223,6 +238,32 @@ def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
     assert load.tokens == 3 * 16 * 1512
 
 
+# ------------------------------------------------------------------------------------------------------------------ shapes
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next"],
+)
+def test_the_shape_of_a_published_model_is_that_of_transformers(family):
+    config = default_config(family)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    layers = read_attention(model, family)
+    shape, flops = ModelShape.from_config(config.to_dict()), flops_of(model)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.kv_values_per_token() == sum(n.num_key_heads * (n.key_width + n.value_width) for n in layers)
+    assert shape.forward_flops(64, 64) == flops.of_batch([64]) - 2 * 64 * (not shape.tied) * shape.vocab * shape.hidden
+
+
+def test_biases_count():
+    for family, bias in (("qwen3_next", "attention_bias"), ("lfm2", "conv_bias")):
+        config = default_config(family)
+        setattr(config, bias, True)
+        model = Skeleton.of(config, "lm", torch.float32).model
+        shape = ModelShape.from_config(config.to_dict())
+        assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 # ------------------------------------------------------------------------------------------------------------------- layers
 
 TINY = {
@@ -271,6 +312,25 @@ def test_a_model_with_different_layers_is_planned_in_full(model_type, more):
     model = Skeleton.of(config, "lm", torch.float32).model
     task = ShardTask(ModelConfig("actor", "m", "d1", [0]), 0, [], {}, TrainConfig(), "cuda")
     assert sampled_layers(task, model) is None
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_layers", "expected"),
+    [
+        ("d1", 20, None),  # 8 and 12 layers are not less
+        ("d1", 24, (8, 12, 3)),  # three layers of linear attention and one of attention repeat
+        ("d1", 26, (10, 14, 3)),
+        ("p2", 48, (8, 12, 3)),
+        ("p2", 44, None),  # the second stage would begin with another layer
+    ],
+)
+def test_a_hybrid_is_planned_from_two_numbers_of_periods(grid, num_layers, expected):
+    config = AutoConfig.for_model("qwen3_5_text", **TINY, num_hidden_layers=num_layers)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    size = ParallelGrid.parse(grid).size
+    for stage in range(ParallelGrid.parse(grid).num_stages):
+        task = ShardTask(ModelConfig("actor", "m", grid, list(range(size))), stage, [], {}, TrainConfig(), "cuda")
+        assert sampled_layers(task, model) == expected
 
 
 def test_a_model_gets_fewer_layers():

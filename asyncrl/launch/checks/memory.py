@@ -19,7 +19,6 @@ beside their models, as measured. Activations are in neither. asyncrl/plan has t
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.config.transports import transport_of
-from asyncrl.data.model_folder import read_object
+from asyncrl.data.model_folder import read_object, text_config
+from asyncrl.data.state_layers import StateLayer, layers_with_attention
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups, gets_kept_weights
@@ -51,25 +51,33 @@ class ModelSize:
     """A model's size, read from its folder without loading it. A field is 0 if the folder does not give it."""
 
     num_parameters: int = 0
-    kv_values_per_token: int = 0  # values that one token needs in the KV cache, all layers together
+    kv_values_per_token: int = 0  # values that one token needs in the KV cache, all layers with attention together
+    state_layers: int = 0  # layers that have `state` in place of attention
+    state: StateLayer | None = None
 
     @classmethod
     def of(cls, model_path: str) -> ModelSize:
         try:
-            config = read_object(Path(model_path).expanduser() / "config.json")
+            config = text_config(read_object(Path(model_path).expanduser() / "config.json"))
             heads = int(config.get("num_attention_heads", 0))
             head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
             kv_heads = int(config.get("num_key_value_heads") or heads)
-            kinds = Counter(config.get("layer_types") or {"": int(config.get("num_hidden_layers", 0))})
-            # Layers of different kinds (full, sliding attention) share the cache's pages, so count those of the rarest kind
-            layers = min(kinds.values(), default=0)
-        except (OSError, ValueError, TypeError, AttributeError):  # preflight reports the error
+            layers, state = layers_with_attention(config), StateLayer.of(config)
+            others = int(config.get("num_hidden_layers", 0)) - layers
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # preflight reports the error
             return cls()
         try:
             num_parameters = count_parameters(model_path)
         except (OSError, ConfigError):
             num_parameters = 0
-        return cls(num_parameters, 2 * layers * kv_heads * head_dim)
+        return cls(num_parameters, 2 * layers * kv_heads * head_dim, others, state)
+
+    def states_bytes(self, generation: GenerationConfig) -> int:
+        """Bytes of the states of as many requests as run at the same time."""
+        if self.state is None:
+            return 0
+        each = self.state.state_bytes(DTYPE_BYTES.get(generation.dtype, 4))
+        return generation.max_running_requests * self.state_layers * each
 
     def cache_bytes(self, generation: GenerationConfig) -> int:
         """Bytes of a KV cache of all blocks."""
@@ -168,8 +176,10 @@ def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str,
     yield from _kept_parts(config, sizes)
     yield from _copied_parts(config, device, sizes)
     if config.groups is not None:  # mode=sync
-        cache = sizes[config.model_path].cache_bytes(config.groups.generation)
-        yield Part("KV cache", cache, device, is_least=False)
+        size, generation = sizes[config.model_path], config.groups.generation
+        yield Part("KV cache", size.cache_bytes(generation), device, is_least=False)
+        if states := size.states_bytes(generation):
+            yield Part("states of requests", states, device, is_least=False)
 
 
 def _copied_parts(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
@@ -217,3 +227,6 @@ def _parts_of_server(config: GenerationServerConfig, devices: Sequence[str], siz
             f"{generation.page_size} tokens), or use fewer generation servers in allocation=..."
         )
         yield Part("KV caches", size.cache_bytes(generation) / len(devices), device, remedy, side)
+        if states := size.states_bytes(generation):
+            remedy = f"set generation.max_running_requests below {generation.max_running_requests}"
+            yield Part("states of requests", states / len(devices), device, remedy, side, is_least=False)
