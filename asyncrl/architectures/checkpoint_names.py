@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from asyncrl.config.schema import ConfigError
 
@@ -47,6 +54,19 @@ class _NoCopies(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def adopt_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Give a model that was made without weights the prefixes of a checkpoint with these tensors, as from_pretrained does: some
+    checkpoints of a class have them, and others do not. Returns name in the model -> name in the checkpoint, for each tensor that
+    is only renamed. It may have names that are not the model's."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    renamed = {name: rename_source_key(name, renamings, converters) for name in stored}
+    used: Any = [one for one in conversions if one.was_used() or not isinstance(one, PrefixChange)]
+    model._weight_conversions = used
+    return {own: name for name, (own, converter) in renamed.items() if converter is None}
 
 
 def places_of(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:

@@ -144,11 +144,14 @@ def _check_names(path: str, config: PreTrainedConfig) -> None:
     """Check that a trainer exports the tensors that are in the model's folder, by the headers of its files. Raises ConfigError."""
     import torch
 
+    from asyncrl.architectures.checkpoint_names import adopt_names
     from asyncrl.generation.checks import ModelTensors
     from asyncrl.model.export import exported_specs
-    from asyncrl.model.sharding import Skeleton
+    from asyncrl.model.sharding import Skeleton, stored_tensors, untrained_tensors
 
-    specs = exported_specs(Skeleton.of(config, "lm", torch.float32).model)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    adopt_names(model, stored_tensors(path))
+    specs = exported_specs(model, untrained_tensors(path, model, with_values=False))
     try:
         ModelTensors(path, tied=ModelLimits.of(path).tied).check_sent(specs, complete=True)
     except WeightsRefused as error:

@@ -228,6 +228,15 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (tuple(entry.get_shape()), str(entry.get_dtype())) for name, entry in entries.items()}
 
 
+def specs_of(files: Sequence[Path]) -> dict[str, TensorSpec]:
+    """Of the tensors in these files, by name. Raises SafetensorError, OSError."""
+    return {
+        name: TensorSpec(shape, dtype in _FLOATING)
+        for file in files
+        for name, (shape, dtype) in read_header(file).items()
+    }
+
+
 class ModelTensors:
     """The tensors that every version of a model must have: those in the model's own folder.
 
@@ -274,11 +283,7 @@ class ModelTensors:
             check_sent(self._expected, self._aliases(self._expected), specs, complete=complete)
 
     def _specs(self, files: Sequence[Path]) -> dict[str, TensorSpec]:
-        specs = {
-            name: TensorSpec(shape, dtype in _FLOATING)
-            for file in files
-            for name, (shape, dtype) in read_header(file).items()
-        }
+        specs = specs_of(files)
         embedding, output = _tied_names(specs)
         if self._tied and embedding in specs:
             specs.setdefault(output, specs[embedding])

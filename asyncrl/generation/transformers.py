@@ -51,7 +51,7 @@ from asyncrl.architectures.small_copy import longest_window
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
-from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
+from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors, specs_of
 from asyncrl.generation.engine import (
     CLOSING,
     EngineArguments,
@@ -460,6 +460,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._states = RequestStates(self._model)
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
+        stored = specs_of(weights.tensor_files(Path(self._initial_path)))
+        self._others = {name: stored[name] for name in stored.keys() - self._places.keys()}
         self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -679,18 +681,21 @@ class TransformersEngine(GenerationEngine[_Pending]):
     def _load_version(self, path: Path, version: WeightVersion) -> None:
         """In the control thread."""
         served = self._fingerprint if self._version is not None else ""
-        self._fingerprint = LiveTensors(self._model, self._places).load_version(path, version, self._verified, served)
+        self._fingerprint = self._live().load_version(path, version, self._verified, served)
+
+    def _live(self) -> LiveTensors:
+        return LiveTensors(self._model, self._places, self._others)
 
     def weight_receiver(self, host: str) -> WeightReceiver:
         return StagedReceiver(self, host, self._clock)
 
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
         """Raises WeightsRefused if these tensors do not fit the model, or, with `complete`, if any tensor is missing."""
-        LiveTensors(self._model, self._places).check(specs, complete=complete)
+        self._live().check(specs, complete=complete)
 
     def uses(self, flats: Sequence[Tensor]) -> list[bool]:
         """For each buffer, whether tensors of the model are in its memory."""
-        return LiveTensors(self._model, self._places).uses(flats)
+        return self._live().uses(flats)
 
     async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
         """Like load_weights, for tensors in memory. Their memory may become the model's.
@@ -698,7 +703,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         Raises WeightsRefused; in that case nothing has changed.
         """
         self._fingerprint = ""  # the version on disk may have other files
-        await self._update(version, lambda: LiveTensors(self._model, self._places).load(tensors))
+        await self._update(version, lambda: self._live().load(tensors))
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
         """Load a version in the control thread while no request runs; returns how many requests were ended for it."""
@@ -865,8 +870,9 @@ class LiveTensors:
     model's. The generation thread must be paused.
     """
 
-    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place]) -> None:
-        """places: of the checkpoint's tensors in the model's."""
+    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place], others: Mapping[str, TensorSpec]) -> None:
+        """places: of the checkpoint's tensors in the model's. others: tensors of the checkpoint that the model does not have. A
+        version may have them, too."""
         state, parameters = model.state_dict(), dict(model.named_parameters())
         self._live: dict[str, Tensor] = {name: place.within(state[place.name]) for name, place in places.items()}
         self._parameters = {
@@ -877,6 +883,7 @@ class LiveTensors:
         self._expected = {
             name: TensorSpec(tuple(tensor.shape), tensor.dtype.is_floating_point) for name, tensor in self._live.items()
         }
+        self._expected |= others
         aliases: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights: several names share one memory
         for name, tensor in self._live.items():
             aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
@@ -901,7 +908,7 @@ class LiveTensors:
             self._check_tied(part.tensor, set(part.where), source=str(part.folder))
         for part in parts:
             self._copy(part.tensor, set(part.where))
-            part.form.apply(part.changes, self._live)
+            part.form.apply([one for one in part.changes if one.name in self._live], self._live)
         self._settle()
         return fingerprints[-1]
 

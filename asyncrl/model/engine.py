@@ -110,6 +110,7 @@ class TrainEngine:
         self.why_rectangles: dict[bool, list[str]] = {}
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
+        self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self._float32 = self.trainable or model.float32
@@ -120,7 +121,8 @@ class TrainEngine:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh, weights)
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
         self.model: PreTrainedModel = self.module.model
-        self.config.architectures = [type(self.model).__name__]  # this config is saved with exported models
+        if not self.untrained or not self.config.architectures:  # this config is saved with exported models
+            self.config.architectures = [type(self.model).__name__]
         self._total_steps = train.total_steps
         self.skipped_steps = 0
         self.optimizer: torch.optim.AdamW | None = None
@@ -159,6 +161,7 @@ class TrainEngine:
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
             self._read_attention(whole, model.path)
+        self._read_untrained(whole, model, weights)
         self.with_state = keep_apart(whole)
         self.flops = flops_of(whole)
         self._slots = sharding.slots(whole)
@@ -173,6 +176,12 @@ class TrainEngine:
             with architecture_errors(model.path):
                 stage.logits = _logits_of(stage, model.path, self.vocab_size)
         return stage
+
+    def _read_untrained(self, whole: PreTrainedModel, model: ModelConfig, weights: sharding.WeightSource) -> None:
+        """whole: the model before it is split."""
+        if model.kind == "lm" and weights.has_values:
+            is_first = self._mesh is None or self._mesh.rank == self._mesh.placement.workers[0]
+            self.untrained = sharding.untrained_tensors(model.path, whole, with_values=is_first)
 
     def _read_attention(self, model: PreTrainedModel, path: str) -> None:
         layers = read_attention(model, path)
@@ -194,6 +203,7 @@ class TrainEngine:
         self.with_state = keep_apart(skeleton.model)
         self.flops = flops_of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
+        self._read_untrained(skeleton.model, model, weights)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
         if grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name

@@ -15,6 +15,9 @@ The plan of an export (the owner of each tensor, the moves) is made at a model's
 Tensors have the names and shapes of the checkpoint that the model was loaded from. Their values are those of the parameters, cast
 to the dtype of exports. Some architectures fuse several checkpoint tensors into one parameter (fused experts). Such a parameter is
 split again (architectures/checkpoint_names.py), which only works if the model is on a single rank.
+
+Tensors of the checkpoint that the trainer does not train (TrainEngine.untrained) belong to the share of the first rank. They are
+exported as they are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -93,9 +96,10 @@ def take_share(model: TrainEngine, *, max_bytes: int = MAX_BYTES) -> dict[str, T
     """
     tensors = checkpoint_tensors(model)
     plan = _plan_of(model, tensors, max_bytes)
-    room = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in plan.share_of(this_worker())}
+    share = plan.share_of(this_worker())
+    room = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in share if name not in model.untrained}
     _gather(plan, tensors, room)
-    return room
+    return {name: room[name] if name in room else model.untrained[name] for name, _, _ in share}
 
 
 def take_buckets(
@@ -106,7 +110,10 @@ def take_buckets(
     tensors = checkpoint_tensors(model)
     plan = _plan_of(model, tensors, max_bytes)
     buckets = empty_buckets(plan.share_of(this_worker()), bucket_bytes)
-    _gather(plan, tensors, dict(named for bucket in buckets for named in bucket.tensors()))
+    room = dict(named for bucket in buckets for named in bucket.tensors())
+    _gather(plan, tensors, room)
+    for name in room.keys() & model.untrained.keys():
+        room[name].copy_(model.untrained[name])
     return buckets, [bucket_specs(plan.share_of(worker), bucket_bytes) for worker in workers_of(model)]
 
 
@@ -154,12 +161,15 @@ def checkpoint_tensors(model: TrainEngine) -> dict[str, Tensor]:
     return {name: place.within(tensors[place.name]) for name, place in places.items()}
 
 
-def exported_specs(model: PreTrainedModel) -> TensorSpecs:
-    """Names, dtypes and shapes of what a trainer of this model exports. The model may be on the meta device."""
+def exported_specs(model: PreTrainedModel, untrained: Mapping[str, Tensor]) -> TensorSpecs:
+    """Names, dtypes and shapes of what a trainer of this model exports. The model may be on the meta device. untrained: as in
+    TrainEngine."""
     tensors = _stored(model, dict(model.named_parameters()))
     places = places_of(model, {name: tensor.shape for name, tensor in tensors.items()})
-    dtypes = [str(tensors[place.name].dtype).removeprefix("torch.") for place in places.values()]
-    return TensorSpecs(names=list(places), dtypes=dtypes, shapes=[list(place.shape) for place in places.values()])
+    found = {name: (tensors[place.name].dtype, place.shape) for name, place in places.items()}
+    found |= {name: (tensor.dtype, tensor.shape) for name, tensor in untrained.items()}
+    dtypes = [str(dtype).removeprefix("torch.") for dtype, _ in found.values()]
+    return TensorSpecs(names=list(found), dtypes=dtypes, shapes=[list(shape) for _, shape in found.values()])
 
 
 def _stored(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -209,7 +219,13 @@ def _make_plan(model: TrainEngine, tensors: Mapping[str, Tensor], max_bytes: int
     moves = plan_moves(holdings, targets, itemsizes=itemsizes, max_bytes=max_bytes)
     rounds = rounds_of(plan_rounds(moves, itemsizes=itemsizes, max_bytes=max_bytes), this_worker())
     device = transport_device(holdings.values(), model.device) if len(holdings) > 1 else CPU
+    for name, tensor in model.untrained.items():
+        whole[name], dtypes[name], owners[name] = _piece_of(tensor), tensor.dtype, workers_of(model)[0]
     return _ExportPlan(whole, owners, dtypes, rounds, device)
+
+
+def _piece_of(tensor: Tensor) -> Piece:
+    return Piece(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), Box.whole(tensor.shape))
 
 
 def _gather(plan: _ExportPlan, tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> None:

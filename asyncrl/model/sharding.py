@@ -40,7 +40,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.architectures.checkpoint_names import adopt_names, places_of
 from asyncrl.architectures.states import modules_with_state
+from asyncrl.architectures.towers import drop_towers
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
@@ -113,6 +115,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
     except KeyError as error:
         raise _no_attention(path, config) from error
     model: PreTrainedModel = loaded[0]
+    drop_towers(model)
     lacking = sorted(loaded[1]["missing_keys"])  # transformers would initialise them randomly
     made = [name for name in lacking if may_lack(name, kind)]
     with torch.no_grad():
@@ -127,6 +130,14 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
     embedding, output_layer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if kind == "lm" and _is_tied(config) and output_layer.weight is not embedding.weight:
         raise _not_tied(path)  # transformers keeps two tensors apart whose values differ
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def make_model(kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that load_whole loads, with weights as transformers initialises them."""
+    model: PreTrainedModel = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    drop_towers(model)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
@@ -188,10 +199,9 @@ class Skeleton:
     def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
         try:
             with _LOADING, torch.device("meta"):
-                model = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+                model = make_model(kind, config, dtype)
         except KeyError as error:
             raise _no_attention(config.name_or_path or "", config) from error
-        model.eval()
         names = {parameter: name for name, parameter in model.named_parameters()}
         of_slots = {
             (module, attribute): names[parameter]
@@ -214,13 +224,15 @@ Read = Callable[[str, Box], Tensor]  # (name, box) -> this part of the tensor, i
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
     """Return a function that reads parts of the checkpoint's tensors.
 
-    From safetensors files that have the model's own names it reads these parts and nothing else. Any other checkpoint is loaded
-    whole by each rank, and stays in memory as long as the function exists: experts that transformers fuses, tensors that it
-    renames, a bare backbone.
+    From safetensors files that have each tensor of the model, under its own or another name, it reads these parts and nothing else.
+    Any other checkpoint is loaded whole by each rank, and stays in memory as long as the function exists: experts that transformers
+    fuses, a bare backbone.
     """
     shapes = {name: tensor.shape for name, tensor in skeleton.model.named_parameters()}
     shapes |= {name: tensor.shape for name, tensor in persistent_buffers(skeleton.model)}
-    files = _safetensors(path)
+    stored_files = stored_tensors(path)
+    stored_names = adopt_names(skeleton.model, stored_files) if stored_files else {}
+    files = {name: stored_files[stored] for name, stored in stored_names.items()}
     if any(name not in files and not may_lack(name, skeleton.kind) for name in shapes):
         whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
         return lambda name, box: whole[name][box.within(Box.whole(shapes[name]))]
@@ -234,7 +246,7 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
         try:
             if file not in handles:
                 handles[file] = safe_open(file, framework="pt")
-            stored = handles[file].get_slice(name)
+            stored = handles[file].get_slice(stored_names[name])
             if stored.get_shape() != list(shape):
                 raise ConfigError(
                     f"model_path={str(path)!r}: {name} does not have the shape {list(shape)} given by config.json; "
@@ -242,7 +254,9 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
                 )
             if not box.num_elements:
                 return torch.empty(box.size)
-            part: Tensor = stored[box.within(Box.whole(shape))] if shape else handles[file].get_tensor(name)
+            part: Tensor = (
+                stored[box.within(Box.whole(shape))] if shape else handles[file].get_tensor(stored_names[name])
+            )
         except (OSError, SafetensorError) as error:
             raise _cannot_be_loaded(path, error) from error
         return part
@@ -259,6 +273,31 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
     return read
 
 
+def untrained_tensors(path: str | Path, model: PreTrainedModel, *, with_values: bool) -> dict[str, Tensor]:
+    """Tensors of a language model's checkpoint that the model does not have, by name: towers, heads that predict several tokens.
+    Each export has them unchanged. with_values: False: they have shapes and dtypes only.
+
+    model: it may be on the meta device. Raises ConfigError if the checkpoint of a model with towers does not have the names that
+    the trainer exports.
+    """
+    files = stored_tensors(path)
+    own = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    exported = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
+    other = [name for name in places_of(model, {name: t.shape for name, t in exported.items()}) if name not in files]
+    config = AutoConfig.from_pretrained(path)
+    if other and config.get_text_config() is not config:
+        raise ConfigError(
+            f"model_path={str(path)!r}: its weights are in another format than the trainer exports ({other[0]} is not there), so "
+            "exported weights would lack the parts that are not for texts. Save the model again with the installed transformers"
+        )
+    found: dict[str, Tensor] = {}
+    for name in [] if other else sorted(files.keys() - own.keys()):
+        with safe_open(files[name], framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+        found[name] = tensor.clone() if with_values else tensor.to("meta")  # the file may change later
+    return found
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """The functions that an engine loads a model with."""
@@ -272,7 +311,7 @@ class WeightSource:
 CHECKPOINT = WeightSource(load_whole, open_weights)
 
 
-def _safetensors(path: str | Path) -> dict[str, Path]:
+def stored_tensors(path: str | Path) -> dict[str, Path]:
     """Name of each tensor -> its file. Empty if the checkpoint has no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
@@ -355,7 +394,7 @@ def _checked(name: str, part: Tensor, dtype: torch.dtype, device: torch.device, 
     value = part.to(device)  # in the checkpoint's dtype: fewer bytes, and a device casts faster
     if value.isnan().any():
         raise ConfigError(
-            f"model_path={str(path)!r}: its weights are broken: {name} in {_safetensors(path).get(name, path)} contains NaN; "
+            f"model_path={str(path)!r}: its weights are broken: {name} in {stored_tensors(path).get(name, path)} contains NaN; "
             "copy them again"
         )
     return value.to(dtype, copy=part.device == device).contiguous()

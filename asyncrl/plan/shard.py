@@ -35,11 +35,10 @@ from asyncrl.dataflow.graph import ADVANTAGES_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import kernels
-from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import Interface, make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
+from asyncrl.model.sharding import Read, Skeleton, WeightSource, load_config, local_tensor, make_model
 from asyncrl.model.shards import Box
 from asyncrl.plan.batches import Load
 from asyncrl.plan.counts import Cost, Moment, ShardCounts, StepCounts, extrapolated, plus
@@ -151,9 +150,7 @@ class FakeWorld:
 
     def _load_whole(self, path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         with self._fakes, self.tracker:
-            model: PreTrainedModel = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        model.eval()  # type: ignore[no-untyped-call]
-        return model
+            return make_model(kind, config, dtype)
 
     def _open(self, path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
         def read(name: str, box: Box) -> Tensor:

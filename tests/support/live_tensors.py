@@ -10,4 +10,4 @@ from asyncrl.generation.transformers import LiveTensors
 
 def live_tensors(model: nn.Module) -> LiveTensors:
     state = model.state_dict().items()
-    return LiveTensors(model, {name: Place(name, one.shape, one.stride(), 0, is_whole=True) for name, one in state})
+    return LiveTensors(model, {name: Place(name, one.shape, one.stride(), 0, is_whole=True) for name, one in state}, {})
