@@ -207,6 +207,11 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
                 "rollout.reject_equal_rewards",
                 f"compares the rewards of reward functions only; with {field} set it to false",
             ),
+            (
+                train.share_prefix == "on" and train.compile == "on",
+                "train.share_prefix",
+                "is not shown to work in compiled layers; use off, or train.compile=off",
+            ),
         ),
     )
 

@@ -1,5 +1,9 @@
 """Attention over a packed row: each token sees itself and the tokens before it in its own sequence.
 
+A prefix that several sequences share is in the row once (Segments.shared). On a CPU, `_TwoParts` attends to it. The varlen kernel
+gets the keys of each sequence, prefix included, as copies. In other rectangles (windows, chunks, soft caps, sinks, GPUs without the
+varlen kernel) attention is computed on the sequences in full (SharedPrefixes.written_out).
+
 Registered with transformers as `asyncrl_packed`. Load a model with attn_implementation=NAME and pass `segments=` to the model's
 forward pass; transformers passes the segments on to every layer. transformers builds no mask for an implementation it does not know
 and would drop a given attention_mask, so pass none. Without segments every row of the batch is one sequence.
@@ -17,21 +21,22 @@ places in all rectangles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
-from asyncrl.architectures.attention import LayerAttention, Pattern, attend, pattern_of
+from asyncrl.architectures.attention import CAUSAL, LayerAttention, Pattern, attend, pattern_of
 from asyncrl.config.schema import TrainConfig
 from asyncrl.model.kernels import has_faster_sdpa, has_flash_attention
 
@@ -77,22 +82,102 @@ keep_outputs = partial(
 )
 
 
+def row_of(
+    lengths: Sequence[int], shared: Sequence[tuple[int, int]]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (place in the row of each token of the sequences [L], the token at each place of the row [T]).
+
+    shared: of each sequence, (the sequence that has its first tokens in the row, how many tokens these are); (): none are shared.
+    """
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    is_own = np.ones(int(sum(lengths)), bool)
+    copies = [(ends[i] - lengths[i], ends[j] - lengths[j], n) for i, (j, n) in enumerate(shared) if n]
+    for start, _, num in copies:
+        is_own[start : start + num] = False
+    places_L = np.cumsum(is_own) - 1
+    for start, source, num in copies:
+        places_L[start : start + num] = places_L[source : source + num]
+    return places_L, np.flatnonzero(is_own)
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """What several sequences of a row share. L: tokens of all sequences, those of a shared prefix once for each of them.
+
+    A prefix is in the row as the begin of one of its sequences. Of each other one the row has the tokens behind the prefix: a
+    suffix. Z: tokens of all suffixes.
+    """
+
+    whole: Segments  # the layout of the sequences, each in full
+    places: Tensor  # [L] int64: the place in the row of each token of the sequences
+    tokens: Tensor  # [T] int64: the token of the sequences at each place of the row
+    # (B, Q, P): B prefixes of exactly P tokens; the suffixes of each have at most Q tokens together
+    blocks: tuple[tuple[int, int, int], ...]
+    prefixes: Tensor  # [sum of B * P] int64: the places in the row of the prefixes of all blocks
+    suffixes: Tensor  # [Z] int64: the places in the row of all suffixes
+    queries: Tensor  # [Z] int64: the places of the same tokens in the blocks, of Q each
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], shared: Sequence[tuple[int, int]], device: torch.device | str
+    ) -> SharedPrefixes:
+        places_L, tokens_T = row_of(lengths, shared)
+        starts = np.cumsum(np.asarray(lengths, np.int64)) - lengths
+        suffixes_of: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}  # key: (prefix, its sequence)
+        for i, (source, num) in enumerate(shared):
+            if num:
+                own = places_L[starts[i] + num : starts[i] + lengths[i]]
+                suffixes_of.setdefault((num, source), []).append(own)
+        blocks = list[tuple[int, int, int]]()
+        prefixes, suffixes, queries = ([np.zeros(0, np.int64)] for _ in range(3))
+        at = 0
+        for num, same in groupby(sorted(suffixes_of), key=lambda key: key[0]):
+            rows = [(source, np.concatenate(suffixes_of[num, source])) for _, source in same]
+            most = max(len(row) for _, row in rows)
+            for source, row in rows:
+                prefixes.append(places_L[starts[source] : starts[source] + num])
+                suffixes.append(row)
+                queries.append(at + np.arange(len(row)))
+                at += most
+            blocks.append((len(rows), most, num))
+        arrays = (places_L, tokens_T, *(np.concatenate(parts) for parts in (prefixes, suffixes, queries)))
+        places, tokens, *others = (torch.from_numpy(array).to(device) for array in arrays)
+        return cls(Segments.of(lengths, device=device), places, tokens, tuple(blocks), *others)
+
+    def written_out(self, compute: Callable[..., Tensor], row: Sequence[Tensor]) -> Tensor:
+        """Apply a computation to the sequences in full, and return its results at the row's tokens. row: [T, ...] each. compute:
+        [L, ...] and the layout of the sequences -> [L, ...]."""
+        return compute(*(t.index_select(0, self.places) for t in row), self.whole).index_select(0, self.tokens)
+
+
 @dataclass(frozen=True)
 class Segments:
-    """Layout of the sequences in a packed row. Built once per micro-batch; every layer uses it, forward and backward."""
+    """Layout of the sequences in a packed row. Built once per micro-batch; every layer uses it, forward and backward.
 
-    num_tokens: int  # in all sequences; the row may be longer, with padding that nothing reads
+    With shared prefixes, the tokens that a sequence has in the row are a segment."""
+
+    num_tokens: int  # in all segments; the row may be longer, with padding that nothing reads
     max_length: int
     cu_seqlens: Tensor  # [S + 1] int32
     rectangles: tuple[tuple[int, int], ...]  # (B, W), longest first
     places: Tensor  # [T] int64: index of each token among the P places of the rectangles, which are stored one after another
     is_long: bool  # sdpa is faster than the varlen kernel. Compiled code depends on it, so it is not a length
+    shared: SharedPrefixes | None = None
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], *, device: torch.device | str = "cpu", long_tokens: float = math.inf
+        cls,
+        lengths: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        long_tokens: float = math.inf,
+        shared: Sequence[tuple[int, int]] = (),
     ) -> Segments:
-        """long_tokens: is_long if the sequences have more tokens than that on average."""
+        """lengths: of the sequences. long_tokens: is_long if the sequences have more tokens than that on average. shared: as in
+        row_of. Only the varlen kernel computes a prefix on a GPU once, so a row with one is never long."""
+        if any(num for _, num in shared):
+            own = [length - num for length, (_, num) in zip(lengths, shared, strict=True)]
+            return replace(cls.of(own, device=device), shared=SharedPrefixes.of(lengths, shared, device))
         lengths_S = np.asarray(lengths, np.int64)
         longest_first = np.argsort(-lengths_S, kind="stable")
         rectangles: list[tuple[int, int]] = []
@@ -121,7 +206,7 @@ class Segments:
 
     @property
     def num_places(self) -> int:
-        return sum(rows * width for rows, width in self.rectangles)
+        return _num_places(self.rectangles)
 
 
 @dataclass(frozen=True)
@@ -180,8 +265,21 @@ def packed_attention(
         sinks=s_aux is not None,
         is_long=segments.is_long,
     )
-    compute = _in_rectangles if why else _varlen
-    output_THV = compute(query_THD, key_TKD, value_TKV, segments, terms)
+    row, shared = (query_THD, key_TKD, value_TKV), segments.shared
+    if not why:
+        output_THV = _varlen(*row, segments, terms)
+    elif shared is None:
+        output_THV = _in_rectangles(*row, segments, terms)
+    elif not why_written_out(
+        query.device,
+        (query.shape[-1], value.shape[-1]),
+        is_limited=terms.pattern.limits(shared.whole.max_length),
+        softcap=softcap is not None,
+        sinks=s_aux is not None,
+    ):
+        output_THV = _in_two_parts(*row, segments, scaling)
+    else:
+        output_THV = shared.written_out(lambda *whole: _in_rectangles(*whole, terms), row)
     return pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
 
 
@@ -209,6 +307,22 @@ def why_rectangles(
         "scores have a soft cap": softcap,
         "heads have sinks": sinks,
         "sequences are long": is_long and not pattern.window,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def why_written_out(
+    device: torch.device, widths: tuple[int, int], *, is_limited: bool, softcap: bool, sinks: bool
+) -> str:
+    """Why attention in rectangles computes a shared prefix again for each of its sequences; "": it computes the prefix once.
+
+    widths: of a key and of a value. is_limited: some token does not attend to all tokens before it."""
+    reasons = {
+        f"the device is {device.type}, not a CPU": device.type != "cpu",
+        f"keys have {widths[0]} numbers and values {widths[1]}": widths[0] != widths[1],
+        "attention is limited to windows or chunks": is_limited,
+        "scores have a soft cap": softcap,
+        "heads have sinks": sinks,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -241,6 +355,23 @@ def reasons_of(
     }
 
 
+def reasons_to_write_out(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Of each layer: why it computes a shared prefix again for each sequence; "": it computes the prefix once. Windows and chunks
+    count, although a row of short sequences does not reach their ends."""
+    in_rectangles = reasons_of(layers, device, dtype, long_tokens=math.inf)[False]
+    return [
+        why
+        and why_written_out(
+            device,
+            (layer.key_width, layer.value_width),
+            is_limited=layer.pattern != CAUSAL,
+            softcap=layer.has_softcap,
+            sinks=layer.has_sinks,
+        )
+        for layer, why in zip(layers, in_rectangles, strict=True)
+    ]
+
+
 def kernels_text(reasons: Mapping[bool, Sequence[str]]) -> str:
     """The kernels of each layer, for people. reasons: of reasons_of."""
     found = sorted(_kernels(*both) for both in zip(reasons[False], reasons[True], strict=True))
@@ -257,16 +388,19 @@ def _kernels(why: str, why_long: str) -> str:
 def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.num_tokens:
         return query_THD
-    window = terms.pattern.window
+    window, keys = terms.pattern.window, segments
+    if segments.shared is not None:  # the kernel aligns queries with the last keys
+        keys = segments.shared.whole
+        key_TKD, value_TKV = (t.index_select(0, segments.shared.places) for t in (key_TKD, value_TKV))
     gqa = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _asks_for_gqa else {}
     output_THV: Tensor = _varlen_attn(
         query_THD,
         key_TKD,
         value_TKV,
         segments.cu_seqlens,
-        segments.cu_seqlens,
+        keys.cu_seqlens,
         segments.max_length,
-        segments.max_length,
+        keys.max_length,
         scale=terms.scaling,
         window_size=(window - 1, 0) if window else (-1, 0),  # (left, right); the left count excludes the token itself
         **gqa,
@@ -301,6 +435,110 @@ def in_rectangles(compute: Callable[..., Tensor], packed: Sequence[Tensor], segm
     return gathered
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles differ from pass to pass, and so would the code
+def _in_two_parts(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None
+) -> Tensor:
+    """Attention of a row with shared prefixes, without repeated keys and without masks."""
+    output_THD: Tensor = _TwoParts.apply(query_THD, key_TKD, value_TKD, segments, scaling)  # type: ignore[no-untyped-call]
+    return output_THD
+
+
+class _TwoParts(torch.autograd.Function):
+    """The tokens of a segment attend to their own segment in one call, and those of suffixes to their prefix in another.
+
+    Each call gives outputs and the logarithm of the sum of exp of the logits (L). Softmax over all keys is the mean of both
+    outputs, weighted by exp(L). The kernel's backward pass needs the outputs and L of the whole softmax, and then gives the
+    gradients of its own keys: the identity that ring attention uses (arXiv:2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None
+    ) -> Tensor:
+        shared = segments.shared
+        assert shared is not None
+        own = [_flash(*block, 0.0, True, scale=scaling) for block in _rectangles_of(segments, query, key, value)]
+        blocks = zip(_suffixes_of(shared, query), _prefixes_of(shared, key, value), strict=True)
+        others = [_flash(*of_query, *of_keys, 0.0, False, scale=scaling) for of_query, of_keys in blocks]
+        output_THD, sums_TH = (_rows(parts, segments.places) for parts in zip(*own, strict=True))
+        other_ZHD, other_ZH = (_rows(parts, shared.queries) for parts in zip(*others, strict=True))
+        own_ZHD, own_ZH = output_THD[shared.suffixes], sums_TH[shared.suffixes]
+        both_ZH = torch.logaddexp(own_ZH, other_ZH)
+        weights = ((each - both_ZH).exp()[..., None] for each in (own_ZH, other_ZH))
+        both_ZHD = own_ZHD * next(weights) + other_ZHD * next(weights)
+        output_THD.index_copy_(0, shared.suffixes, both_ZHD.to(output_THD.dtype))
+        sums_TH.index_copy_(0, shared.suffixes, both_ZH)
+        ctx.save_for_backward(query, key, value, output_THD, sums_TH)
+        ctx.segments, ctx.scaling = segments, scaling
+        return output_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *result = ctx.saved_tensors
+        segments: Segments = ctx.segments
+        shared = segments.shared
+        assert shared is not None
+        own = [
+            _flash_backward(*block, 0.0, True, scale=ctx.scaling)
+            for block in _rectangles_of(segments, grad, query, key, value, *result)
+        ]
+        others = [
+            _flash_backward(of_output, of_query, *of_keys, *of_result, 0.0, False, scale=ctx.scaling)
+            for (of_output, of_query, *of_result), of_keys in zip(
+                _suffixes_of(shared, grad, query, *result), _prefixes_of(shared, key, value), strict=True
+            )
+        ]
+        grads = [_rows(parts, segments.places) for parts in zip(*own, strict=True)]
+        of_query, *of_keys = zip(*others, strict=True)
+        grads[0].index_add_(0, shared.suffixes, _rows(of_query, shared.queries))
+        for total, parts in zip(grads[1:], of_keys, strict=True):
+            total.index_add_(0, shared.prefixes, _rows(parts))
+        return *grads, None, None
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _rectangles_of(segments: Segments, *packed: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the tokens of each rectangle. packed: [T, H, ...] each; yielded as [B, H, W, ...]."""
+    shapes = segments.rectangles
+    return _cut([_spread(values, segments.places, _num_places(shapes)) for values in packed], shapes)
+
+
+def _suffixes_of(shared: SharedPrefixes, *packed: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the tokens of the suffixes of each block, [B, H, Q, ...]."""
+    shapes = [(rows, most) for rows, most, _ in shared.blocks]
+    return _cut([_spread(values[shared.suffixes], shared.queries, _num_places(shapes)) for values in packed], shapes)
+
+
+def _prefixes_of(shared: SharedPrefixes, *packed: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the tokens of the prefixes of each block, [B, H, P, ...]."""
+    return _cut([values[shared.prefixes] for values in packed], [(rows, tokens) for rows, _, tokens in shared.blocks])
+
+
+def _cut(values: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> Iterator[list[Tensor]]:
+    split = [torch.split(each, [rows * width for rows, width in shapes]) for each in values]
+    for shape, *parts in zip(shapes, *split, strict=True):
+        yield [part.unflatten(0, shape).transpose(1, 2) for part in parts]
+
+
+def _rows(parts: Sequence[Tensor], places: Tensor | None = None) -> Tensor:
+    """[B, H, W, ...] of each rectangle -> [T, H, ...]; the tokens at these places, or all."""
+    values = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+    return values if places is None else values.index_select(0, places)
+
+
+def _spread(values: Tensor, places: Tensor, num_places: int) -> Tensor:
+    """[T, ...] -> [P, ...], with zeros in places without a token."""
+    return values.new_zeros((num_places, *values.shape[1:])).index_copy_(0, places, values)
+
+
+def _num_places(shapes: Sequence[tuple[int, int]]) -> int:
+    return sum(rows * width for rows, width in shapes)
+
+
 def _causal(query: Tensor, key: Tensor, value: Tensor, terms: _Terms) -> Tensor:
     """[B, H, W, V]; each row is a sequence, with padding behind it."""
     shown = None
@@ -316,7 +554,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, num_places: int) -> Tensor:
         ctx.save_for_backward(places)
-        return values.new_zeros((num_places, *values.shape[1:])).index_copy_(0, places, values)
+        return _spread(values, places, num_places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -336,7 +574,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
-        return grad.new_zeros((ctx.num_places, *grad.shape[1:])).index_copy_(0, places, grad), None
+        return _spread(grad, places, ctx.num_places), None
 
 
 def register() -> str:

@@ -8,7 +8,7 @@ The update is the same in any layout. The loss of a micro-batch is a sum that is
 gradients add up over micro-batches and over ranks, however the batch is distributed. A rank without groups contributes zero: it
 runs micro-batches of one token that predicts nothing, so that all ranks make the same collective calls.
 
-Shapes: T tokens of a micro-batch, packed; S sequences.
+Shapes: T tokens of the sequences of a micro-batch, packed; S sequences.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
-from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of
+from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
 from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.offload import HostMemory, Offloaded
-from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
+from asyncrl.model.packing import (
+    MicroBatch,
+    Packed,
+    SequenceBatch,
+    cu_seqlens_of,
+    plan_micro_batches,
+    prefixes_of,
+    run_indices,
+)
 from asyncrl.model.pipeline import (
     Logits,
     Outputs,
@@ -57,6 +65,7 @@ from asyncrl.model.pipeline import (
 )
 from asyncrl.model.sharding import local_tensor
 from asyncrl.model.states import keep_apart
+from asyncrl.protocol.model_flops import ModelFlops
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +120,8 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
+        self.shares_prefixes = train.share_prefix == "on"
+        self.why_written_out: list[str] = []  # of each layer's attention; "": it computes a shared prefix once
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self._float32 = self.trainable or model.float32
@@ -120,6 +131,8 @@ class TrainEngine:
         else:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh, weights)
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
+        self.num_tokens = 0  # of all sequences so far, in training and inference
+        self.num_tokens_shared = 0  # of them, those that another sequence of their row has computed
         self.model: PreTrainedModel = self.module.model
         if not self.untrained or not self.config.architectures:  # this config is saved with exported models
             self.config.architectures = [type(self.model).__name__]
@@ -186,6 +199,7 @@ class TrainEngine:
     def _read_attention(self, model: PreTrainedModel, path: str) -> None:
         layers = read_attention(model, path)
         self.why_rectangles = reasons_of(layers, self.device, self.dtype, long_tokens=self.long_tokens)
+        self.why_written_out = reasons_to_write_out(layers, self.device, self.dtype)
 
     def _load_shard(
         self,
@@ -299,6 +313,11 @@ class TrainEngine:
     # ------------------------------------------------------------------------------------------------------ micro-batches
 
     @property
+    def _counts_copies(self) -> bool:
+        """Whether some layer computes sequences in full. Its memory grows with their tokens, not with those of the row."""
+        return bool(self.with_state) or any(self.why_written_out)
+
+    @property
     def where(self) -> str:
         """The micro-batch that this rank computes, for people; "" outside of one."""
         stage = self.module
@@ -317,11 +336,21 @@ class TrainEngine:
         lengths = batch.lengths if batch is not None else ()
         budget = budget or self.train.max_tokens_per_mb
         # A pipeline pads its micro-batches to the longest: there tokens are to be balanced
-        costs = [self.flops.of_batch([length]) for length in lengths] if self.num_stages == 1 else ()
-        plan = plan_micro_batches(lengths, budget, costs=costs, min_count=min_count)
+        cost = self.flops.of_batch if self.num_stages == 1 else sum
+        plan_for = partial(
+            plan_micro_batches,
+            lengths,
+            budget,
+            costs=[cost([length]) for length in lengths],
+            prefixes=prefixes_of(batch, cost) if batch is not None and self.shares_prefixes else (),
+            counts_copies=self._counts_copies,
+        )
+        plan = plan_for(min_count=min_count)
         count = self._largest(len(plan))
         if count > len(plan):
-            plan = plan_micro_batches(lengths, budget, costs=costs, min_count=count)
+            plan = plan_for(min_count=count)
+        self.num_tokens += sum(lengths)
+        self.num_tokens_shared += sum(sum(micro_batch.copies) for micro_batch in plan)
         longest = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
         parts = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
         packed, of_sequences = [], []
@@ -331,8 +360,17 @@ class TrainEngine:
             ids = np.zeros(1, np.int64)
             if batch is not None and micro_batch.sequences:
                 ids = batch.select(micro_batch.sequences)["packed_input_ids"]
-            pad_to = -(-max(longest, sum(own)) // parts) * parts
-            packed.append(Packed.of(ids, own, pad_to=pad_to, device=self.device, long_tokens=self.long_tokens))
+            pad_to = -(-max(longest, micro_batch.num_tokens, 1) // parts) * parts
+            packed.append(
+                Packed.of(
+                    ids,
+                    own,
+                    pad_to=pad_to,
+                    device=self.device,
+                    long_tokens=self.long_tokens,
+                    shared=micro_batch.shared,
+                )
+            )
             of_sequences.append(own)
         self.module.micro_batches = packed
         self.module.lengths = of_sequences
@@ -401,7 +439,8 @@ class TrainEngine:
         if begins:
             self.optimizer.zero_grad()
         work = self._set_up(sample, min_count=self.num_stages, temperature=temperature)
-        self.trained_flops += self.flops.of_batch(work.batch.lengths, trains=True) if work.batch is not None else 0
+        if work.batch is not None:
+            self.trained_flops += work.flops(self.flops, trains=True)
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:
@@ -623,6 +662,12 @@ class Work:
 
     batch: SequenceBatch | None  # None: this data rank has no groups
     plan: list[MicroBatch]
+
+    def flops(self, flops: ModelFlops, *, trains: bool) -> int:
+        """Model FLOPs of the sequences. A prefix that a micro-batch shares counts once there."""
+        lengths = self.batch.lengths if self.batch is not None else ()
+        copies = [tokens for micro_batch in self.plan for tokens in micro_batch.copies]
+        return flops.of_batch(lengths, trains=trains) - flops.of_batch(copies, trains=trains)
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -6,7 +6,8 @@ the layers, and the last has the final norm and the output layer. Layers keep th
 A stage gets the number of a micro-batch and, unless it is the first, the hidden states of the previous stage. All ranks of a
 replica know the rest of the micro-batch. All micro-batches of a pipeline's step are padded to the same length.
 
-Shapes: T tokens of a micro-batch, packed; T' with padding; N tokens that are predicted; S sequences; H hidden size.
+Shapes: T tokens of a micro-batch, packed; T' with padding; L tokens of its sequences (packing.py `Packed`); N tokens that are
+predicted; S sequences; H hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import TensorRanks, local_tensor
 
-Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
+Outputs = tuple[Tensor, ...]  # lm: (logprobs_L, entropy_L); value: (values_L,); reward: (scores_S,)
 _PARTS = ("embed_tokens", "layers", "norm")  # parts of a backbone, by their names in transformers' base_model_pp_plan
 
 
@@ -121,8 +122,9 @@ class Stage(nn.Module):
                 return self._logprobs(self.tensor.gather(hidden_1TH)[0] if self.tensor else hidden_1TH[0], packed)
         scores_1T = self._scores(hidden_1TH)
         scores_T = (self.tensor.gather_results(scores_1T) if self.tensor else scores_1T)[0]
+        scores_L = scores_T[: packed.num_tokens] if packed.places is None else scores_T.index_select(0, packed.places)
         ends = torch.tensor(self.lengths[int(number)]).cumsum(0) - 1
-        return (scores_T[: packed.num_tokens] if self.kind == "value" else scores_T[ends],)
+        return (scores_L if self.kind == "value" else scores_L[ends],)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._autocast is None:
@@ -130,7 +132,8 @@ class Stage(nn.Module):
         return torch.autocast(self.device.type, self._autocast)
 
     def _logprobs(self, hidden_TH: Tensor, packed: Packed) -> Outputs:
-        """Compute logprobs and entropy so that position t describes token t. Both are 0 for the first token of each sequence."""
+        """Compute logprobs and entropy so that position t describes token t. Both are 0 for the first token of each sequence. A
+        token of a shared prefix is computed once."""
         layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         logprobs_N, entropy_N = token_logprobs(
             hidden_TH[packed.predictors],
@@ -144,7 +147,8 @@ class Stage(nn.Module):
             vocab_start=0 if self.tensor is None else self.tensor.vocab_start,
         )
         zeros_T = logprobs_N.new_zeros(packed.num_tokens)
-        return zeros_T.index_put((packed.predicted,), logprobs_N), zeros_T.index_put((packed.predicted,), entropy_N)
+        rows = (zeros_T.index_put((packed.predicted,), each_N) for each_N in (logprobs_N, entropy_N))
+        return tuple(row_T if packed.places is None else row_T.index_select(0, packed.places) for row_T in rows)
 
     def _scores(self, hidden_1TH: Tensor) -> Tensor:
         """Compute one number per position, in float32: this layer is cheap, and learning from its output needs the precision."""

@@ -1,10 +1,11 @@
-"""The trainer's half of a model's self-check: the logprobs of a sequence do not depend on the sequences packed beside it.
+"""The trainer's half of a model's self-check: the logprobs of a sequence do not depend on the sequences packed beside it, or on
+whether they share its first tokens.
 
 A train step packs sequences of unequal lengths into one row. Each layer of the model must keep them apart. Attention does, if the
 layer calls the implementation that asyncrl registers (attention.py). A layer that carries a state from token to token does not.
 
-`check_packing` runs on the model as it is loaded, in any layout. `check_small_copy` compares a small copy of the architecture with
-plain transformers, beyond the ends of its windows.
+`check_packing` and `check_sharing` run on the model as it is loaded, in any layout. `check_small_copy` compares a small copy of the
+architecture with plain transformers, beyond the ends of its windows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,6 +79,7 @@ def load_checked(
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
             check_small_copy(engine.config)
         bound = check_packing(engine)
+        check_sharing(engine)
         if train.compile == "on":
             compile_checked(engine, model.name, bound)
     return engine
@@ -185,6 +188,60 @@ def check_packing(engine: TrainEngine) -> float:
     return bound
 
 
+def check_sharing(engine: TrainEngine) -> None:
+    """Compare texts that share their first tokens in one row with the same texts that share nothing. Collective. Raises
+    SelfCheckError on the ranks that see a difference. Checks nothing if the engine shares no prefixes."""
+    if not engine.shares_prefixes:
+        return
+    texts, groups = _texts_that_share(engine)
+    before = engine.num_tokens_shared
+    found = compute(engine, texts, groups=groups), compute(engine, texts)
+    if engine.num_tokens_shared == before:
+        return  # the budget of a micro-batch has no room for two of them
+    with _rounded_embeddings(engine):
+        rounded = compute(engine, texts)
+    shared, apart = found
+    if shared is None or apart is None or rounded is None:  # a rank without outputs
+        return
+    bound = bound_of(torch.finfo(engine.dtype).bits, Difference.between(rounded, apart).nats)
+    if (worst := Difference.between(shared, apart)).nats > bound:
+        raise SelfCheckError(
+            f"a sequence that shares its first tokens with others has other outputs than the same sequence by itself: they differ "
+            f"by {worst.nats:.3g} (bound: {bound:.0e}) at token {worst.token} of {len(texts[worst.text])}. Use "
+            "train.share_prefix=off"
+        )
+
+
+@contextlib.contextmanager
+def _rounded_embeddings(engine: TrainEngine) -> Iterator[None]:
+    """Change embeddings by one unit in the last place, up or down. Matrix products of rows with other numbers of tokens round
+    differently; what a model makes of such a difference is its noise."""
+    random = torch.Generator().manual_seed(0)
+
+    def rounded(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
+        steps = torch.randint(-1, 2, embedded.shape, generator=random).to(embedded)
+        return embedded * (1 + torch.finfo(embedded.dtype).eps * steps)
+
+    hooks = [engine.model.get_input_embeddings().register_forward_hook(rounded)] if engine.module.is_first else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _texts_that_share(engine: TrainEngine) -> tuple[list[list[int]], list[int]]:
+    """Two groups of texts, and how many texts each has. In the first group, suffixes are longer and shorter than the prefix. Texts
+    are shorter where the budget of a micro-batch demands it."""
+    medium, long, short = texts_of(engine.vocab_size)
+    most = max(2, engine.train.max_tokens_per_mb // 4)
+    suffixes = [suffix[: max(1, most // 2)] for suffix in (short, long, medium, long[::-1])]
+    prefixes = [prefix[:most] for prefix in (long[::-1], medium)]
+    first = [prefixes[0] + suffix for suffix in suffixes]
+    second = [prefixes[1] + suffix for suffix in suffixes[:2]]
+    return first + second, [len(first), len(second)]
+
+
 def _in_wider_floats(module: nn.Module, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
     """Attention in floats of twice the width: its outputs differ from packed_attention's by the rounding only."""
     wide = torch.float32 if torch.finfo(query.dtype).bits == 16 else torch.float64
@@ -221,6 +278,7 @@ def check_saved_copy(path: Path) -> tuple[TrainEngine, Agreement]:
     texts = texts_of(engine.vocab_size)
     plain = plain_outputs(path, texts)
     check_packing(engine)
+    check_sharing(engine)
     packed = compute(engine, texts)
     assert packed is not None
     if (worst := Difference.between(packed, plain.logprobs)).nats > (bound := plain.bound):
@@ -308,9 +366,13 @@ def _plain_gradients(model: nn.Module, texts: Sequence[Sequence[int]]) -> Gradie
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprobs] | None:
-    """The outputs of these texts, packed; for a model without logprobs, its values or scores. None on a rank without outputs."""
-    sample = _sample_of(texts)
+def compute(
+    engine: TrainEngine, texts: Sequence[Sequence[int]], *, groups: Sequence[int] = ()
+) -> list[Logprobs] | None:
+    """The outputs of these texts, packed; for a model without logprobs, its values or scores. None on a rank without outputs.
+
+    groups: how many texts each group has; (): one."""
+    sample = _sample_of(texts, groups)
     outputs = {
         "lm": lambda: engine.logprobs(sample, temperature=1.0),
         "value": lambda: engine.values(sample),
@@ -322,9 +384,10 @@ def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprob
     return np.split(outputs, np.cumsum(lengths)[:-1])
 
 
-def _sample_of(texts: Sequence[Sequence[int]]) -> SequenceSample:
-    groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
-    return SequenceSample.from_groups([str(index) for index in range(len(texts))], groups)
+def _sample_of(texts: Sequence[Sequence[int]], groups: Sequence[int] = ()) -> SequenceSample:
+    ids = iter(np.array(text) for text in texts)
+    of_groups = [{"packed_input_ids": list(islice(ids, size))} for size in groups or [1] * len(texts)]
+    return SequenceSample.from_groups([str(index) for index in range(len(of_groups))], of_groups)
 
 
 @contextlib.contextmanager

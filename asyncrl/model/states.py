@@ -4,7 +4,7 @@ Convolutions, linear attention and state space models compute a token from the t
 the forward pass of such a module. Sequences of similar length become the rows of a rectangle, padded behind their ends, as in
 attention.py, and the module computes each rectangle as a batch. A causal module reads no padding behind a sequence, so each row is
 what the module computes for its sequence alone. The layer around the module must pass the segments of the row on to it, or the
-self-check (self_check.py) refuses the model.
+self-check (self_check.py) refuses the model. Sequences that share a prefix are computed in full, each with the prefix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def _separately(
     if segments is None or not segments.rectangles:
         return forward(hidden_states, *args, **options)
     num_tokens, num_all = segments.num_tokens, hidden_states.shape[1]
-    output_TH = in_rectangles(
-        lambda rows_BWH: forward(rows_BWH, *args, **options), [hidden_states[0, :num_tokens]], segments
-    )
+    row = [hidden_states[0, :num_tokens]]
+
+    def compute(*packed: Any) -> Tensor:
+        *values, layout = packed
+        return in_rectangles(lambda rows_BWH: forward(rows_BWH, *args, **options), values, layout)
+
+    output_TH = segments.shared.written_out(compute, row) if segments.shared is not None else compute(*row, segments)
     return pad(output_TH, (0, 0, 0, num_all - num_tokens))[None]

@@ -1,10 +1,11 @@
 """The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
 
-There are three trainer groups, one after the other: one for whole batches, one for batches split into micro-batches, and one for
-batches with supervised texts (train.ptx). A trainer group of eight model workers holds an actor and a critic in every layout. The
-master's executor runs the same trajectories through each layout, over etcd, ZeroMQ and torch.distributed. The trajectories are
-pushed to the heads, moved to the workers that need them, and trained on. The ranks that hold the weights export them. The result is
-compared with that of an engine in this process without ranks.
+There are four trainer groups, one after the other: one for whole batches, one for batches split into micro-batches, one for
+batches with supervised texts (train.ptx), and one in which the sequences of a group share their prompt (train.share_prefix). A
+trainer group of eight model workers holds an actor and a critic in every layout. The master's executor runs the same trajectories
+through each layout, over etcd, ZeroMQ and torch.distributed. The trajectories are pushed to the heads, moved to the workers that
+need them, and trained on. The ranks that hold the weights export them. The result is compared with that of an engine in this
+process without ranks.
 
 The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalized over the
 batch.
@@ -47,12 +48,14 @@ BUDGETS = {
     "whole": 100_000,
     "micro-batched": 30,
     "supervised": 30,
-}  # tokens of a micro-batch; supervised: with train.ptx
+    "shared": 40,
+}  # tokens of a micro-batch; supervised: with train.ptx; shared: with train.share_prefix
 BATCHES = {"seven": {"a": 3, "b": 2, "c": 2}, "two": {"d": 2}}  # groups and their sequences, of 6 to 23 tokens
 CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in ("whole", "micro-batched")]
 # Fewer sequences than ranks, and fewer groups than data ranks
 CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2")]
 CELLS += [("d1", "supervised", "seven"), ("m2", "supervised", "seven"), ("p2", "supervised", "seven")]
+CELLS += [(layout, "shared", "seven") for layout in (*LAYOUTS, "d2r2")]
 CELLS += [("d2", "supervised", "seven"), ("d2p2m2", "supervised", "seven"), ("d4", "supervised", "two")]
 
 
@@ -108,7 +111,8 @@ def train(paths: dict[str, Path]) -> TrainConfig:
 def of_budget(budget: str, train: TrainConfig, paths: dict[str, Path]) -> TrainConfig:
     texts = PromptSourceConfig(path=str(paths["texts"]))
     ptx = PtxConfig(texts, coef=0.5, batch_size=5) if budget == "supervised" else None
-    return replace(train, max_tokens_per_mb=BUDGETS[budget], ptx=ptx)
+    share = "on" if budget == "shared" else "off"
+    return replace(train, max_tokens_per_mb=BUDGETS[budget], ptx=ptx, share_prefix=share)
 
 
 def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1") -> ModelConfig:

@@ -132,6 +132,7 @@ FEATURES: dict[str, Feature] = {
     "small micro-batches": Feature(how={"max_tokens_per_mb": 16, "logprob_chunk_tokens": 3}),
     "gradient_checkpointing": Feature(how={"gradient_checkpointing": True}),
     "checkpointing that keeps attention": Feature(how={"gradient_checkpointing": "attention"}),
+    "share_prefix": Feature(how={"share_prefix": "on"}),
     "accumulate_unsharded": Feature(how={"accumulate_unsharded": True}),
     "offload of the actor": Feature(how={"offload": ["actor"]}),
     "offload of the reference": Feature(KL, {"offload": ["ref"]}),

@@ -59,6 +59,12 @@ QUICK = [
     ("ptx", "proximal pass"),
     ("entropy_target", "proximal pass"),
     ("sequences", "proximal pass"),
+    ("share_prefix", "streaming"),
+    ("share_prefix", "ptx"),
+    ("share_prefix", "critic"),
+    ("share_prefix", "several sequences of a session"),
+    ("share_prefix", "checkpointing that keeps attention"),
+    ("share_prefix", "small micro-batches"),
 ]
 
 

@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.packing import Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
+from asyncrl.model.packing import (
+    MicroBatch,
+    Packed,
+    Prefix,
+    SequenceBatch,
+    cu_seqlens_of,
+    plan_micro_batches,
+    prefixes_of,
+    run_indices,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -166,3 +175,142 @@ def test_keys_of_groups_are_dropped_even_if_each_group_has_one_sequence():
     groups = [{"packed_input_ids": [[1, 2]], "rewards": [1.0], "task_ids": 5, "packed_prompts": [1]}] * 2
     batch = SequenceBatch.of(SequenceSample.from_groups(["a", "b"], groups))
     assert set(batch.select((0, 1))) == {"packed_input_ids", "rewards"}
+
+
+# ----------------------------------------------------------------------------------------------------- shared prefixes
+
+# Of each group: (tokens of the prefix, tokens of each suffix)
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 30), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+)
+
+
+def groups_of(groups) -> SequenceSample:
+    """Groups whose sequences have exactly this prefix in common: the first token of each suffix is the number of its sequence."""
+    rows = []
+    for number, (prefix, suffixes) in enumerate(groups):
+        ids = [np.array([number] * prefix + [100 + at] * n) for at, n in enumerate(suffixes)]
+        rows.append({"packed_input_ids": ids})
+    return SequenceSample.from_groups([str(number) for number in range(len(rows))], rows)
+
+
+def costs_of(lengths) -> int:
+    return sum(n * n for n in lengths)
+
+
+@settings(deadline=None)
+@given(
+    groups=GROUPS,
+    max_tokens=st.integers(1, 120),
+    min_count=st.integers(0, 12),
+    counts_copies=st.booleans(),
+)
+def test_a_plan_with_shared_prefixes_keeps_the_budget_and_computes_each_token_of_a_micro_batch_once(
+    groups, max_tokens, min_count, counts_copies
+):
+    batch = SequenceBatch.of(groups_of(groups))
+    lengths, ids = batch.lengths, batch.data["packed_input_ids"]
+    bounds = cu_seqlens_of(lengths)
+    prefixes = prefixes_of(batch, costs_of)
+    plan = plan_micro_batches(
+        lengths,
+        max_tokens,
+        costs=[costs_of([n]) for n in lengths],
+        min_count=min_count,
+        prefixes=prefixes,
+        counts_copies=counts_copies,
+    )
+    assert sorted(i for row in plan for i in row.sequences) == list(range(len(lengths)))
+    assert len(plan) >= min_count
+    whole = plan_micro_batches(lengths, max_tokens, min_count=min_count)
+    assert sum(row.num_tokens for row in plan) <= sum(row.num_tokens for row in whole)
+    for row in plan:
+        own = [lengths[i] for i in row.sequences]
+        assert row.num_tokens == sum(own) - sum(row.copies)
+        counted = sum(own) if counts_copies else row.num_tokens
+        assert counted <= max_tokens or len(row.sequences) == 1
+        tokens = [ids[bounds[i] : bounds[i + 1]] for i in row.sequences]
+        for at, (source, num) in enumerate(row.shared):
+            assert num < len(tokens[at])
+            np.testing.assert_array_equal(tokens[at][:num], tokens[source][:num])
+            assert row.shared[source][1] == 0
+        packed = Packed.of(np.concatenate([*tokens, np.zeros(0, np.int64)]), own, shared=row.shared)
+        places = np.arange(sum(own)) if packed.places is None else packed.places.numpy()
+        assert packed.num_tokens == row.num_tokens == packed.segments.num_tokens
+        assert set(places.tolist()) == set(range(row.num_tokens))
+        np.testing.assert_array_equal(
+            packed.input_ids[0].numpy()[places], np.concatenate([*tokens, np.zeros(0, np.int64)])
+        )
+        positions = np.concatenate([*(np.arange(n) for n in own), np.zeros(0, np.int64)])
+        np.testing.assert_array_equal(packed.position_ids[0].numpy()[places], positions)
+        predictor_of = dict(zip(packed.predicted.tolist(), packed.predictors.tolist(), strict=True))
+        for token in np.flatnonzero(positions):
+            assert predictor_of[places[token]] == places[token - 1]
+
+
+@settings(deadline=None)
+@given(groups=GROUPS)
+def test_the_prefixes_of_groups_are_found(groups):
+    found = {prefix.sequences: prefix for prefix in prefixes_of(SequenceBatch.of(groups_of(groups)), costs_of)}
+    start = 0
+    for tokens, suffixes in groups:
+        members = tuple(range(start, start + len(suffixes)))
+        start += len(suffixes)
+        if tokens and len(suffixes) > 1:
+            assert found.pop(members) == Prefix(members, tokens, costs_of([tokens]))
+    assert not found
+
+
+def test_sequences_of_several_first_turns_share_the_first_turn_of_each():
+    """One group: two sequences of one turn, three of another, one of neither. Groups share nothing with each other."""
+    texts = [[1, 2, 3, 4], [7, 7, 7, 1], [1, 2, 3, 5, 6], [7, 7, 7, 2], [9], [7, 7, 7, 7, 3]]
+    group = {"packed_input_ids": [np.array(text) for text in texts]}
+    batch = SequenceBatch.of(SequenceSample.from_groups(["a", "b"], [group, group]))
+    found = prefixes_of(batch, sum)
+    assert found == [
+        Prefix((0, 2), 3, 3),
+        Prefix((1, 3, 5), 3, 3),
+        Prefix((6, 8), 3, 3),
+        Prefix((7, 9, 11), 3, 3),
+    ]
+
+
+def test_equal_sequences_keep_their_last_token():
+    """The token behind a prefix is predicted from it: each sequence has one."""
+    batch = SequenceBatch.of(SequenceSample.from_groups(["a"], [{"packed_input_ids": [np.array([1, 2, 3])] * 3}]))
+    assert prefixes_of(batch, sum) == [Prefix((0, 1, 2), 2, 2)]
+
+
+def test_groups_stay_together_as_far_as_the_budget_allows():
+    """Prefixes of 50 tokens, suffixes of 10. A budget of 90 takes four suffixes, and 130 all eight of a group."""
+    lengths = [60] * 16
+    prefixes = [Prefix(tuple(range(8)), 50, 50), Prefix(tuple(range(8, 16)), 50, 50)]
+    small, exact, large = (plan_micro_batches(lengths, n, prefixes=prefixes) for n in (90, 130, 260))
+    assert [(row.sequences, row.num_tokens) for row in small] == [
+        (tuple(range(start, start + 8, 2)), 90) for start in (0, 1, 8, 9)
+    ]
+    assert [(row.sequences, row.num_tokens) for row in exact] == [
+        (tuple(range(8)), 130),
+        (tuple(range(8, 16)), 130),
+    ]
+    assert [(row.sequences, row.num_tokens) for row in large] == [(tuple(range(16)), 260)]
+    of_stages = plan_micro_batches(lengths, 260, prefixes=prefixes, min_count=3)
+    assert [len(row.sequences) for row in of_stages] == [8, 4, 4]
+    assert sum(row.num_tokens for row in of_stages) == 130 + 90 + 90
+    too_small = plan_micro_batches(lengths, 40, prefixes=prefixes)
+    assert [row.sequences for row in too_small] == [(i,) for i in range(16)]
+    assert all(row.shared == () for row in too_small)
+
+
+def test_a_row_with_a_shared_prefix_by_hand():
+    """1 2 3, 1 2 7 8, and 5 6."""
+    ids, shared = np.array([1, 2, 3, 1, 2, 7, 8, 5, 6]), ((0, 0), (0, 2), (2, 0))
+    packed = Packed.of(ids, [3, 4, 2], pad_to=8, shared=shared)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 7, 8, 5, 6, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 0]]
+    assert packed.predicted.tolist() == [1, 2, 3, 4, 6]
+    assert packed.predictors.tolist() == [0, 1, 1, 3, 5]  # 2 predicts 3 and 7
+    assert packed.places.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6]
+    assert packed.segments.cu_seqlens.tolist() == [0, 3, 5, 7]
+    assert packed.segments.shared.whole.cu_seqlens.tolist() == [0, 3, 7, 9]
+    assert MicroBatch((0, 1, 2), 7, shared).copies == [2]

@@ -1,0 +1,265 @@
+"""Sequences of a group that share their first tokens: the same outputs and the same gradients as without sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from asyncrl.architectures.agreement import BOUND
+from asyncrl.architectures.small_copy import save_small_copy
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.model import attention, self_check, states
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.packing import Packed
+from tests.support.family_table import default_config
+from tests.support.varlen_on_cpu import kernels_of_a_gpu
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0)
+ON = TrainConfig(max_tokens_per_mb=400, logprob_chunk_tokens=64, optimizer=OPTIMIZER, share_prefix="on")
+OFF = replace(ON, share_prefix="off")
+# The small copy of Qwen3.5 enlarges a change of its embeddings in the last place to 2e-4 nats
+RTOL = {"qwen3_5_text": 1e-4}
+# Plain; grouped heads with norms; sinks and windows; soft caps and windows; windows; layers with a state; experts
+FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "qwen3_5_text", "lfm2", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            save_small_copy(default_config(family), made[family])
+        return made[family]
+
+    return make
+
+
+def make_sample() -> SequenceSample:
+    """Groups with prompts shorter and longer than responses, two of one length, one response of one token, two groups of one."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for prompt, responses in ((12, (5, 1, 30, 9)), (12, (3, 3)), (40, (7, 1, 2, 20, 40)), (9, (4,)), (1, (1,))):
+        first = rng.integers(0, 60, prompt)
+        ids = [np.concatenate([first, rng.integers(0, 60, n)]) for n in responses]
+        groups.append(
+            {
+                "packed_input_ids": ids,
+                # The second group trains the prompt, too: the gradients of its copies add up
+                "loss_mask": [
+                    np.arange(len(one)) >= (1 if prompt == 12 and len(responses) == 2 else prompt) for one in ids
+                ],
+                "advantages": [rng.normal(size=len(one)).astype(np.float32) for one in ids],
+                "task_ids": 0,
+            }
+        )
+    return SequenceSample.from_groups([f"g{number}" for number in range(len(groups))], groups)
+
+
+def loss(outputs: Any, data: Any, cu_seqlens: torch.Tensor) -> Any:
+    mask = data["loss_mask"]
+    if "scores" in outputs:
+        return outputs["scores"].square().sum() / 10, {}
+    if "values" in outputs:
+        return (outputs["values"] - data["advantages"])[mask].square().sum() / 100, {}
+    terms = -data["advantages"] * outputs["logprobs"] - 0.3 * outputs["entropy"]
+    return terms[mask].sum() / 100, {"length_max": cu_seqlens.diff().max()}
+
+
+def outputs_and_gradients(
+    path: Path, train: TrainConfig, kind: str = "lm"
+) -> tuple[np.ndarray, dict[str, torch.Tensor], TrainEngine]:
+    engine = TrainEngine(ModelConfig("model", str(path), "d1", [0], kind, True, OPTIMIZER), train)
+    sample = make_sample()
+    infer = {"lm": lambda: engine.logprobs(sample, temperature=0.7), "value": lambda: engine.values(sample)}
+    found = infer.get(kind, lambda: engine.scores(sample))()
+    engine.try_step(sample, loss, temperature=0.7)
+    grads = {name: parameter.grad for name, parameter in engine.named_parameters().items()}
+    assert found is not None
+    return found, grads, engine
+
+
+def assert_same(
+    path: Path,
+    train: TrainConfig = ON,
+    kind: str = "lm",
+    *,
+    atol: float = 1e-5,
+    rtol: float = 1e-5,
+    least: float = 0.25,
+) -> TrainEngine:
+    """rtol: of a gradient, as a share of its largest number, or of 1e-3. least: share of the tokens that is saved."""
+    found, grads, engine = outputs_and_gradients(path, train, kind)
+    expected, others, apart = outputs_and_gradients(path, replace(train, share_prefix="off"), kind)
+    assert engine.num_tokens == apart.num_tokens
+    assert engine.num_tokens_shared > least * engine.num_tokens
+    assert apart.num_tokens_shared == 0
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
+    for name, grad in others.items():
+        scale = max(float(grad.abs().max()), 1e-3)
+        torch.testing.assert_close(grads[name], grad, rtol=0, atol=rtol * scale, msg=name)
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_layer_gives_the_same_outputs_and_gradients(path_of: Callable[[str], Path], family: str) -> None:
+    engine = assert_same(path_of(family), rtol=RTOL.get(family, 1e-5))
+    writes_out = family in ("gpt_oss", "gemma2", "gemma3_text", "qwen3_5_text", "lfm2")
+    assert (any(engine.why_written_out) or bool(engine.with_state)) == writes_out
+
+
+@pytest.mark.parametrize("kind", ["value", "reward"])
+def test_values_and_scores(path_of: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    model_class = {"value": AutoModelForTokenClassification, "reward": AutoModelForSequenceClassification}[kind]
+    torch.manual_seed(0)
+    model_class.from_pretrained(path_of("llama"), num_labels=1).save_pretrained(tmp_path)
+    assert_same(tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize("checkpointing", [True, "attention"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_text"])
+def test_gradient_checkpointing(path_of: Callable[[str], Path], family: str, checkpointing: bool | str) -> None:
+    train = replace(ON, gradient_checkpointing=checkpointing)
+    assert_same(path_of(family), train, rtol=RTOL.get(family, 1e-5))
+
+
+@pytest.mark.parametrize("max_tokens", [30, 60, 10_000])
+def test_groups_that_are_cut_and_whole_batches(path_of: Callable[[str], Path], max_tokens: int) -> None:
+    assert_same(path_of("llama"), replace(ON, max_tokens_per_mb=max_tokens), least=0.05)
+
+
+def test_bfloat16(path_of: Callable[[str], Path]) -> None:
+    assert_same(path_of("llama"), replace(ON, dtype="bfloat16"), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_the_kernels_of_a_gpu(path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """The varlen kernel is a stand-in, which aligns queries with the last keys as the kernel does."""
+    kernels_of_a_gpu(monkeypatch)
+    engine = assert_same(path_of(family), replace(ON, dtype="bfloat16"), atol=0.1, rtol=0.1)
+    assert all(engine.why_written_out) == (family == "gpt_oss")
+
+
+def test_a_shared_prefix_counts_once(path_of: Callable[[str], Path]) -> None:
+    _, _, engine = outputs_and_gradients(path_of("llama"), ON)
+    _, _, apart = outputs_and_gradients(path_of("llama"), OFF)
+    copies = [12] * 3 + [12] + [40] * 4  # tokens of the prefixes of all sequences but one of each group
+    assert engine.trained_flops == apart.trained_flops - engine.flops.of_batch(copies, trains=True)
+    assert engine.num_tokens_shared == 2 * sum(copies)  # in inference and in training
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def a_suffix_sees_another(patch: pytest.MonkeyPatch) -> None:
+    """The last two suffixes of a row attend as one segment."""
+    of = attention.Segments.of.__func__  # type: ignore[attr-defined]
+
+    def merged(cls: Any, lengths: Any, **options: Any) -> Any:
+        found = of(cls, lengths, **options)
+        if found.shared is None:
+            return found
+        *first, one, other = found.cu_seqlens.diff().tolist()
+        row = of(cls, [*first, one + other])
+        return replace(found, rectangles=row.rectangles, places=row.places)
+
+    patch.setattr(attention.Segments, "of", classmethod(merged))
+
+
+def positions_continue(patch: pytest.MonkeyPatch) -> None:
+    """The position of a suffix's first token is that behind the suffix before it."""
+    of = Packed.of.__func__  # type: ignore[attr-defined]
+
+    def continued(cls: Any, *arguments: Any, **options: Any) -> Any:
+        packed = of(cls, *arguments, **options)
+        at = packed.position_ids.clone()
+        starts = packed.segments.cu_seqlens.tolist()
+        for start, end in pairwise(starts):
+            if at[0, start]:
+                at[0, start:end] = at[0, start - 1] + 1 + torch.arange(end - start)
+        return replace(packed, position_ids=at)
+
+    patch.setattr(Packed, "of", classmethod(continued))
+
+
+def a_state_runs_on(patch: pytest.MonkeyPatch) -> None:
+    """Layers with a state compute a row with shared prefixes as one sequence."""
+    in_rectangles = states.in_rectangles
+
+    def as_one(self: Any, compute: Callable[..., torch.Tensor], row: Any) -> torch.Tensor:
+        return compute(*row, attention.Segments.of([len(row[0])]))
+
+    assert in_rectangles is attention.in_rectangles
+    patch.setattr(attention.SharedPrefixes, "written_out", as_one)
+
+
+def suffixes_forget_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    """The part of attention to the prefix is left out."""
+    patch.setattr(
+        attention,
+        "_in_two_parts",
+        lambda q, k, v, segments, scaling: attention._in_rectangles(
+            q, k, v, segments, attention._Terms(attention.CAUSAL, scaling, None, None)
+        ),
+    )
+
+
+FAULTS = [
+    ("llama", a_suffix_sees_another),
+    ("llama", positions_continue),
+    ("llama", suffixes_forget_the_prefix),
+    ("qwen3_5_text", a_state_runs_on),
+    ("qwen3_5_text", positions_continue),
+]
+
+
+@pytest.mark.parametrize(("family", "fault"), FAULTS)
+def test_a_planted_fault_changes_outputs(
+    path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, fault: Callable[..., None]
+) -> None:
+    path = path_of(family)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(path)
+
+
+@pytest.mark.parametrize(("family", "fault"), FAULTS)
+def test_the_check_at_start_finds_a_planted_fault(
+    path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, fault: Callable[..., None]
+) -> None:
+    model = ModelConfig("actor", str(path_of(family)), "d1", [0], trainable=True)
+
+    def load(train: TrainConfig) -> TrainEngine:
+        return self_check.load_checked(model, train, mesh=None, device=torch.device("cpu"))
+
+    assert load(ON).num_tokens_shared > 0
+    fault(monkeypatch)
+    with pytest.raises(ConfigError, match=r"shares its first tokens.*share_prefix=off") as error:
+        load(ON)
+    gap = float(str(error.value).partition("differ by ")[2].split()[0])
+    assert gap > 10 * BOUND
+    assert load(OFF).num_tokens_shared == 0
+
+
+@pytest.mark.parametrize("max_tokens", [16, 64, 16384])
+def test_the_check_at_start_shares_tokens_within_any_budget(path_of: Callable[[str], Path], max_tokens: int) -> None:
+    model = ModelConfig("actor", str(path_of("llama")), "d1", [0], trainable=True)
+    train = replace(ON, max_tokens_per_mb=max_tokens)
+    engine = self_check.load_checked(model, train, mesh=None, device=torch.device("cpu"))
+    assert engine.num_tokens_shared > 0
