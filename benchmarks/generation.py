@@ -229,10 +229,11 @@ async def _unless_failed(tasks: list[asyncio.Task[None]], seconds: float) -> Non
 
 def sglang_python(given: str) -> str:
     """The interpreter of SGLang's environment, or "" without one. Default: the one that launcher/setup_sglang.sh makes."""
-    from asyncrl.generation.sglang_environment import find_sglang
+    from asyncrl.config.engines import SGLANG_PROGRAM
+    from asyncrl.generation.server_environment import find_program
 
     python = given or os.environ.get(PYTHON_ENV) or str(Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python")
-    return python if find_sglang(python) is not None else ""
+    return python if find_program(SGLANG_PROGRAM, python) is not None else ""
 
 
 def example_model(folder: Path) -> Path:

@@ -29,7 +29,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from asyncrl.config.engines import traits_of
+from asyncrl.config.engines import SGLANG_PROGRAM, ServerProgram, traits_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
@@ -39,7 +39,7 @@ from asyncrl.config.schema import (
     max_head_offpolicyness,
 )
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
+from asyncrl.generation.server_environment import ProgramEnvironment, find_program
 from asyncrl.launch.checks.checklist import PROCESSES, Case, Check, Finding, State, judge
 from asyncrl.launch.checks.gpus import Gpu, chosen_gpus, needed_gpus, output_of, too_few_gpus
 from asyncrl.launch.checks.memory import estimate, sizes_of, too_little_memory, total
@@ -397,28 +397,36 @@ def _requirements() -> list[Requirement]:
     return [entry for entry in parsed if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
-def check_sglang(case: Case) -> list[Finding]:
-    python = case.config.generation.python
-    return [judge_sglang(allocation_of(case.config).engine if case.specs else "", find_sglang(python), python)]
+def check_program(case: Case) -> list[Finding]:
+    engine, python = allocation_of(case.config).engine if case.specs else "", case.config.generation.python
+    return [judge_program(engine, find_program(_program_of(engine), python), python)]
 
 
-def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
-    """engine: the engine of the config; "": there is no config. python: generation.python. found: the SGLang in the environment of
-    that interpreter or, if generation.python is not set, in this environment; None: there is none."""
+def _program_of(engine: str) -> ServerProgram:
+    """The program that the engine drives; without one SGLang, which a later config may use."""
+    return traits_of(engine).program or SGLANG_PROGRAM
+
+
+def judge_program(engine: str, found: ProgramEnvironment | None, python: str = "") -> Finding:
+    """engine: the engine of the config; "": there is no config. python: generation.python. found: the engine's program in the
+    environment of that interpreter or, if generation.python is not set, in this environment; None: there is none."""
+    program = _program_of(engine)
     where = f" in {python}" if python else ""
     if found is None:
         value = f"not installed{where}"
     else:
         versions = f", with {found}" if found.torch else ""
         value = f"{found.version}{where}{versions}"
-    if not traits_of(engine).runs_sglang:
-        return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
-    other = f"use SGLang {TESTED_VERSION}, with which asyncrl is tested; the protocol of other versions may differ"
+    if traits_of(engine).program is None:
+        return Finding(program.name, "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
+    other = (
+        f"use {program.name} {program.tested}, with which asyncrl is tested; the protocol of other versions may differ"
+    )
     return judge(
-        "SGLang",
+        program.name,
         value,
-        (found is None, "fail", f"{SETUP_HINT}; or allocation=transformers...."),
-        (found is not None and found.version != TESTED_VERSION, "warn", other),
+        (found is None, "fail", f"{program.setup_hint}; or allocation=transformers...."),
+        (found is not None and found.version != program.tested, "warn", other),
     )
 
 
@@ -551,7 +559,7 @@ MACHINE_CHECKS = (
     _check("auto", lambda case: judge_auto(case.config, on_gpu=bool(case.devices)), needs=(PROCESSES,)),
     _check("delta versions", lambda case: judge_deltas(case.resolved), needs=(PROCESSES,)),
     _check("etcd", check_etcd),
-    _check("SGLang", check_sglang),
+    _check("SGLang", check_program),
     _check("run folder", lambda case: [find_run(run_directory(case.config))], needs=(PROCESSES,)),
     _check("environment", lambda _: [find_environment(os.environ)]),
 )

@@ -10,13 +10,33 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class ServerProgram:
+    """A program that serves a model. Each server of the engine starts one, from the environment of generation.python."""
+
+    name: str
+    package: str
+    tested: str  # the version with which asyncrl is tested
+    script: str  # makes its environment
+
+    @property
+    def setup_hint(self) -> str:
+        return (
+            f"create {self.name}'s environment with `bash {self.script}` (--cpu without a GPU), and set generation.python to the "
+            "interpreter that it prints"
+        )
+
+
+SGLANG_PROGRAM = ServerProgram("SGLang", "sglang", "0.5.23", "launcher/setup_sglang.sh")
+
+
+@dataclass(frozen=True)
 class EngineTraits:
     """The defaults are the traits of a run without generation servers."""
 
     starts_servers: bool = False  # False: other programs run its servers, and asyncrl only connects to them
     # It computes in the generation server's process, with the trainer's code for the model: in float32 both compute the same
     is_embedded: bool = False
-    runs_sglang: bool = False  # each server starts a SGLang server, from the environment of generation.python
+    program: ServerProgram | None = None  # it drives this program's servers
     needs_gpu: bool = False
     is_tensor_parallel: bool = False  # a server may have several ranks
     sizes_own_cache: bool = False  # its KV cache takes the memory that is free on the GPU; False: generation.num_blocks
@@ -33,7 +53,7 @@ ENGINES = {
     "transformers": EngineTraits(starts_servers=True, is_embedded=True, grid_limit="runs data parallel only"),
     "sglang": EngineTraits(
         starts_servers=True,
-        runs_sglang=True,
+        program=SGLANG_PROGRAM,
         needs_gpu=True,
         is_tensor_parallel=True,
         sizes_own_cache=True,

@@ -41,7 +41,7 @@ _CHUNK_TOKENS = 1024
 _LOGPROB_CHUNK_TOKENS = {False: 1024, True: 8192}  # key: whether the device is a GPU
 _SENDS_OF_A_RESPONSE = 4
 # Base of the limits of loading and starting. In its first start SGLang compiles kernels, and it captures CUDA graphs in each
-_START_S, _START_OF_SGLANG_S = 120.0, 600.0
+_START_S, _START_OF_PROGRAM_S = 120.0, 600.0
 # Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
 _SLOWEST_TOKENS_PER_S = 16
 
@@ -114,7 +114,7 @@ def _limits(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     if facts.model_bytes is None:
         return config
     engine = ENGINES.get(config.allocation.partition(".")[0], EngineTraits())
-    limit_s = _START_OF_SGLANG_S if engine.runs_sglang else _START_S
+    limit_s = _START_OF_PROGRAM_S if engine.program is not None else _START_S
     limit_s += round(facts.model_bytes / SLOW_BYTES_PER_S)
     generation, runtime = config.generation, config.runtime
     load_s = _chosen(generation.load_timeout_s, limit_s)

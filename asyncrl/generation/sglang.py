@@ -1,20 +1,7 @@
-"""The engine `sglang`: a SGLang server behind our own queue. `external` is the same engine with a server that another program runs.
+"""The engine `sglang`: what is SGLang's own. `external` is the same engine with a server that another program runs.
 
-    submit -> checks -> _waiting -> _admit -> one POST /generate a request, streamed -> future
-                          ^                                             |
-                          +------- retracted: waits, with its tokens ---+
-
-Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions on disk are verified
-(files, checksums, names and shapes of tensors) before SGLang loads them, and no queued request is sent while the engine is paused.
-SGLang loads only full versions: another one is first written in full to this host.
-
-Version labels are exact because SGLang runs no request during an update. `abort`, `retract` and `wait` all end SGLang's requests
-first, so each request runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
-here and continue with their tokens as a prefix.) Only `in_place`, which is approximate by design, pauses SGLang with its requests.
-SGLang then runs without overlap scheduling, which makes the labels exact, and without a prefix cache.
-
-SGLang's request ids are our `GrowingResponse.key`. They are unique. None is a prefix of another, because SGLang aborts every
-request with an id that begins with the given one.
+SGLang aborts every request with an id that begins with the given one, so no key is a prefix of another. A pause in place needs a
+SGLang without overlap scheduling, which makes its labels exact, and without a prefix cache.
 
 Weights over the network are forwarded to SGLang step by step; its schedulers are the ranks of the group. SGLang loads each bucket
 on arrival. From the first bucket until SGLang has confirmed the version its weights are unknown: meanwhile the engine has no
@@ -23,37 +10,22 @@ version and generates nothing. A SGLang server that hangs in a group can only be
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
 import logging
-import math
-import uuid
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.model_limits import ModelLimits
-from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
-    CLOSING,
     EngineArguments,
-    EngineFailed,
     EngineRequest,
-    EngineUnavailable,
-    Generated,
-    GenerationEngine,
-    Pending,
     RequestRefused,
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
-from asyncrl.generation.sglang_process import ServerLink
-from asyncrl.protocol.errors import ErrorClass, class_of_status, refuses_content
-from asyncrl.protocol.generation import FinishReason, VersionSpan
+from asyncrl.generation.server_client import ServerError
+from asyncrl.generation.server_engine import ASK_LIMIT_S, UPDATE_FLUSH_TRIES, ServerEngine
+from asyncrl.generation.server_process import ServerLink
+from asyncrl.generation.sglang_http import SGLangClient
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
@@ -66,153 +38,27 @@ from asyncrl.weights.fetch import WeightFetcher
 
 logger = logging.getLogger(__name__)
 
-_ASK_LIMIT_S = 10.0  # limit of a request for SGLang's state, or to abort, pause, continue or flush
-_ABORT_LIMIT_S = 20.0  # limit until aborted requests have ended; they take one forward pass at most
-_ABORT_AGAIN_S = 0.2  # aborts are repeated, because an abort that arrives before its request has no effect
-_FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
-_FLUSH_PAUSE_S = 0.05
-_WATCH_S = 0.5
-_ENDS_TOO_S = 5.0  # after a child has ended: the server itself was killed, or ends because of it
-_SILENT_LIMIT_S = 60.0  # a server that answers nothing for this long counts as dead
-_NOT_CHANGED = {  # SGLang's messages when it has changed nothing
-    "Failed to get weights iterator": ErrorClass.PASSING,  # it could not read the files
-    "Failed to get model loader": ErrorClass.PERMANENT,
-}
 _LOAD_LIMIT_S = 60.0
 # Time that SGLang gets beyond a step's limit: if a group fails at the sender at that limit, SGLang reports it a moment later
 _HANG_SLACK_S = 5.0
 
 
-@dataclass(eq=False, slots=True)
-class GrowingResponse(Pending):
-    """A request in flight and its tokens so far. It may be sent to SGLang several times, with these tokens as its prefix.
+class SGLangEngine(ServerEngine[SGLangClient]):
+    """Runs requests on a SGLang server; see the module's docstring."""
 
-    It grows piece by piece. Each piece is checked before any of its tokens is added. Pure.
-    """
-
-    begin: int = 0  # number of its tokens when it was last sent to SGLang
-    retracted: bool = False  # when it ends at SGLang, it goes back to the queue and continues later
-    ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # set when it has ended at SGLang
-
-    def sent(self) -> None:
-        """Record that it is sent to SGLang with its current tokens."""
-        self.begin, self.retracted, self.ended = len(self.token_ids), False, asyncio.Event()
-
-    def take(self, piece: Piece) -> int:
-        """Append the new tokens of a piece; returns their number. Raises SGLangError if the piece is inconsistent.
-
-        A piece has either the new tokens or all tokens so far; `completion_tokens` shows how many are new. If SGLang aborts a
-        request that is still in its queue, the piece repeats the last token and has no new one.
-        """
-        meta = piece.meta_info
-        new = meta.completion_tokens - (len(self.token_ids) - self.begin)
-        tokens, rows = piece.output_ids, meta.output_token_logprobs
-        if new < 0 or len(tokens) < new or len(rows) < new:
-            raise SGLangError(f"a piece has {len(tokens)} tokens and {len(rows)} logprobs, but {new} should be new")
-        if new == 0:
-            return 0
-        tokens, rows = tokens[-new:], rows[-new:]
-        logprobs = [math.nan if row[0] is None else row[0] for row in rows]
-        if [row[1] for row in rows] != tokens:
-            raise SGLangError("tokens and logprobs of a piece are not of the same response")
-        if not all(map(math.isfinite, logprobs)):
-            raise SGLangError("logprobs are not finite")
-        self.token_ids += tokens
-        self.logprobs += logprobs
-        return new
-
-    def natural_end(self, stop_ids: Sequence[int]) -> FinishReason | None:
-        """The stop or length finish that the tokens imply, or None.
-
-        SGLang runs one more pass of an aborted request, and reports `abort` even if that pass completes the response.
-        """
-        if self.token_ids and self.token_ids[-1] in stop_ids and len(self.token_ids) > self.begin:
-            return FinishReason(type="stop", matched=self.token_ids[-1])
-        if len(self.token_ids) >= self.request.params.max_new_tokens:
-            return FinishReason(type="length", length=len(self.token_ids))
-        return None
-
-    def label(self, last: Piece, began: WeightVersion, served: WeightVersion | None) -> None:
-        """Add SGLang's version labels as spans. Raises SGLangError if a label is older than `began` or newer than
-        `served`, or if the labels do not cover all tokens that were sampled since the request was last sent.
-
-        began: the version when the request was sent; served: the current one. They differ only after a pause in place.
-        """
-        end = self.begin
-        for span in last.meta_info.weight_versions:
-            start, stop = self.begin + span.start, self.begin + span.end
-            if start != end or stop < start:
-                break
-            if stop > start:
-                _check_label(span.version, began, served)
-                self.spans.append(VersionSpan(version=span.version, start=start, end=stop))
-            end = stop
-        if end != len(self.token_ids):
-            found = last.meta_info.weight_versions
-            raise SGLangError(f"weight versions {found} do not cover {len(self.token_ids) - self.begin} tokens")
-
-
-def _check_label(label: str, began: WeightVersion, served: WeightVersion | None) -> None:
-    try:
-        known = served is not None and began <= WeightVersion.parse(label) <= served
-    except ValueError:
-        known = False
-    if not known:
-        raise SGLangError(
-            f"SGLang reports tokens of version {label!r}; this engine serves {served} and served {began} when the request was "
-            "sent: another program updates SGLang's weights"
-        )
-
-
-async def _flushed(client: SGLangClient, num_tries: int) -> bool:
-    """Flush SGLang's prefix cache; returns whether that succeeded. Makes up to num_tries tries, because SGLang refuses while a
-    request runs, and it may still count a request as running for a moment after the answer to it."""
-    for _ in range(num_tries):
-        if await client.flush_cache(limit_s=_ASK_LIMIT_S):
-            return True
-        await asyncio.sleep(_FLUSH_PAUSE_S)
-    return False
-
-
-class SGLangEngine(GenerationEngine[GrowingResponse]):
-    """Runs requests on a SGLang server; see the module's docstring.
-
-    Call all methods on the event loop. Files are read in threads.
-    """
+    program = "SGLang"
 
     def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
-        """local: writes versions in full, and is closed with the engine; None: only full versions are accepted."""
-        super().__init__(arguments)
-        self._server, self._local = server, local
-        self._limits = ModelLimits.of(arguments.model_path)
-        self._tensors = ModelTensors(arguments.model_path, tied=self._limits.tied, local=local)
-        self._eos_token_ids.update(self._limits.eos_token_ids)
-        self._max_prompt = self._max_length = self._limits.max_length
-        self._client = SGLangClient("", server.api_key)
-        self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._keeps_prefixes = self._overlaps = True
+        super().__init__(arguments, server, SGLangClient("", server.api_key), local)
+        self._overlaps = True
         self._num_ranks = 1  # tensor parallel
         self._receiver: SGLangReceiver | None = None
-        self._failure: BaseException | None = None
-        self._told_tokens: int | None = None  # tokens in use, by SGLang's last report
         self._is_released = False  # SGLang runs and has released its memory
 
-    # ------------------------------------------------------------------------------------------------------ lifecycle
-
-    async def start(self) -> None:
-        async def is_ready(url: str) -> bool:
-            self._client.url = url
-            try:
-                await self._client.info(limit_s=_ASK_LIMIT_S)
-            except SGLangError:
-                return False
-            return True
-
-        await self._server.start(is_ready, self._config.load_limit_s)
+    async def _ask_settings(self) -> None:
         try:
-            settings = await self._client.settings(limit_s=_ASK_LIMIT_S)
-        except SGLangError as error:
+            settings = await self._client.settings(limit_s=ASK_LIMIT_S)
+        except ServerError as error:
             raise ConfigError(f"{self._client.url} does not answer like SGLang 0.5.23: {error}") from error
         self._keeps_prefixes, self._overlaps = not settings.disable_radix_cache, not settings.disable_overlap_schedule
         self._num_ranks = settings.tp_size
@@ -229,316 +75,48 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
         self._max_prompt = settings.max_req_input_len - 1
         # max_req_input_len is the context less 6 positions; prompt and response together may use all but 2
         self._max_length = min(self._limits.max_length, settings.max_req_input_len + 4)
-        self._in_background(self._watch(), "watch")
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
-
-    def progress(self) -> str:
-        return self._server.progress()
-
-    async def close(self) -> None:
-        if self._closing:
-            return
-        self._closing, had_some = True, bool(self._running)
-        self._fail_all(EngineUnavailable(CLOSING))
-        # Abort the requests: an external server would go on generating, and our own server may take long to end
-        if had_some and self._failure is None:
-            with contextlib.suppress(SGLangError):
-                await self._client.abort(limit_s=1.0)
-        await self._end_tasks()
-        await self._client.close()
-        await self._server.close()
-        if self._local is not None:
-            self._local.close()
 
     async def _release_devices(self) -> None:
         """Have SGLang release its memory; if it cannot, stop it. After a failed release the engine fails: its state is unknown."""
         if not self._server.can_sleep:
-            logger.info("this SGLang server cannot release its memory: it is stopped, and started again when it wakes")
-            await self._end_tasks()
-            await self._server.close()
+            await super()._release_devices()
             return
         try:
-            if not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
-                raise SGLangError("it reports running requests")
+            if not await self.flushed(UPDATE_FLUSH_TRIES):
+                raise ServerError("it reports running requests")
             await self._client.release_memory(limit_s=_LOAD_LIMIT_S)
-        except SGLangError as error:
+        except ServerError as error:
             raise self.fail(f"SGLang did not release its memory: {error}") from error
         self._is_released = True
 
     async def _acquire_devices(self) -> None:
         if not self._is_released:
-            await self.start()
+            await super()._acquire_devices()
             return
         try:
             await self._client.resume_memory(limit_s=_LOAD_LIMIT_S)
-        except SGLangError as error:
+        except ServerError as error:
             raise self.fail(f"SGLang did not get its memory back: {error}") from error
         self._is_released = False
 
-    async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_ASK_LIMIT_S)
-
-    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=f"sglang {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _watch(self) -> None:
-        """Watch the server and its load until the engine fails.
-
-        Repeatedly waits at most half a second for the server's end, then asks for its load. When the server has ended, or has not
-        answered for _SILENT_LIMIT_S, the engine fails, and with it all requests in flight.
-        """
-        answered = self._clock.monotonic()
-        while self._failure is None:
-            await self._server.wait_ended(_WATCH_S)
-            ended = await self._how_it_ended()
-            if ended is None:
-                try:
-                    self._told_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
-                    answered = self._clock.monotonic()
-                except SGLangError as error:
-                    self._told_tokens = None
-                    ended = await self._how_it_ended()
-                    if self._clock.monotonic() - answered > _SILENT_LIMIT_S:
-                        ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
-            if ended is not None:
-                self.fail(ended)
-
-    async def _how_it_ended(self) -> str | None:
-        """How the server ended; None while it runs. If a child has ended, first wait: the server may end, too."""
-        ended = self._server.how_it_ended()
-        if ended is not None:
-            await self._server.wait_ended(_ENDS_TOO_S)
-            ended = self._server.how_it_ended()
-        return ended
-
-    def fail(self, why: str) -> EngineFailed:
-        """Mark the engine as failed permanently, and fail all requests. Returns the error, for a caller that has to raise it."""
-        error = EngineFailed(why)
-        if self._failure is None and not self._closing:
-            self._failure = EngineFailed(f"{why}; {self._server.log_text()}")
-            logger.error("%s", self._failure)
-            self._fail_all(error)
-            self._version = None
-        return error
-
-    # ------------------------------------------------------------------------------------------------------- requests
-
     def _check(self, request: EngineRequest) -> None:
-        check_params(request.params)
         if request.params.ignore_eos and request.params.stop_token_ids:
             raise RequestRefused(
                 "ignore_eos and stop_token_ids are both set: SGLang would ignore both; set only one of them"
             )
-        check_prompt(
-            request,
-            vocab_size=self._limits.vocab_size,
-            max_prompt=self._max_prompt,
-            max_length=self._max_length,
-            why="the model's max_position_embeddings, or SGLang's KV cache",
-        )
-
-    def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> GrowingResponse:
-        return GrowingResponse(request, since, future)
+        super()._check(request)
 
     def _new_key(self) -> str:
-        return f"{self._prefix}-{next(self._keys)}."  # the final dot ensures that no key is a prefix of another
-
-    def _begin(self, pending: GrowingResponse) -> None:
-        assert self._version is not None
-        pending.sent()
-        self._in_background(self._run(pending, self._version), pending.key)
-
-    async def _run(self, pending: GrowingResponse, version: WeightVersion) -> None:
-        """Run one request at SGLang from start to end.
-
-        Waits for the next piece, for max_wait_s at most; unblocked by SGLang, by an abort, or by SGLang's death.
-        """
-        wanted = sglang_params(pending.request.params, self._stop_ids(pending))
-        wanted["max_new_tokens"] -= pending.begin
-        prompt = pending.request.input_ids + pending.token_ids
-        finish: FinishReason | None = None
-        try:
-            pieces = self._client.generate(pending.key, prompt, wanted, idle_limit_s=self._config.max_wait_s)
-            async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    self._take(pending, piece)
-                    if piece.meta_info.finish_reason is not None:
-                        pending.label(piece, version, self._version)
-                        finish = piece.meta_info.finish_reason.as_ours()
-            if finish is None:
-                raise SGLangError("a response ended without a finish reason")
-        except SGLangError as error:
-            await self._lost(pending, error)
-        else:
-            self._ended(pending, finish)
-
-    def _stop_ids(self, pending: GrowingResponse) -> list[int]:
-        params = pending.request.params
-        return [] if params.ignore_eos else sorted({*self._eos_token_ids, *params.stop_token_ids})
-
-    def _take(self, pending: GrowingResponse, piece: Piece) -> None:
-        new = pending.take(piece)
-        self._num["tokens"] += new
-        if new and self._on_tokens is not None:
-            self._on_tokens(new, str(self._version))
-
-    def _ended(self, pending: GrowingResponse, finish: FinishReason) -> None:
-        """Handle the end of a request at SGLang: answer it, or put it back if it was retracted."""
-        pending.ended.set()
-        if finish.type == "abort":
-            finish = pending.natural_end(self._stop_ids(pending)) or finish
-        elif finish.type == "length":
-            finish = FinishReason(type="length", length=len(pending.token_ids))
-        if finish.type == "abort" and pending.retracted and not pending.future.done():
-            self._stopped(pending)
-            self._put_back(pending)
-        else:
-            self._answer(pending, finish)
-        self._admit()
-
-    async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
-        """Handle a request without a complete answer. If the server has died, all requests fail; otherwise only this one."""
-        await asyncio.sleep(0)  # sockets may close a moment before the thread that waits for the process sees its end
-        if error.status == 0:
-            await self._server.wait_ended(_WATCH_S)
-            if (ended := await self._how_it_ended()) is not None:
-                self.fail(ended)
-        pending.ended.set()
-        if error.status == 0 and self._failure is None:
-            with contextlib.suppress(SGLangError):
-                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is no longer read
-        error_class = class_of_status(error.status)
-        if refuses_content(error.status):
-            self._fail(pending, RequestRefused(f"SGLang refuses the request: {error}"))
-        elif error_class is ErrorClass.PASSING:
-            self._fail(pending, EngineUnavailable(str(error)))
-        elif error_class is ErrorClass.PERMANENT:  # a wrong key or URL, so it refuses every request
-            self._fail(pending, error)
-            self.fail(f"SGLang answers {error.status} ({error}); check generation.urls and generation.api_key_file")
-        else:
-            self._fail(pending, error)
-        self._admit()
-
-    def _end_unread(self, pending: GrowingResponse) -> None:
-        if not self._closing:
-            self._in_background(self._abort_quietly(pending), f"abort {pending.key}")
-
-    # ------------------------------------------------------------------------------------------------ abort and pause
-
-    async def _abort_quietly(self, pending: GrowingResponse) -> None:
-        with contextlib.suppress(EngineFailed):
-            await self._abort_running(pending)
-
-    async def _abort_running(self, pending: GrowingResponse) -> bool:
-        """Return True if this abort ended the request; False if it ended otherwise, or has not ended within _ABORT_LIMIT_S.
-
-        While SGLang is paused in place, it ends no request. The abort then takes effect only after SGLang continues.
-        """
-        pending.retracted = False
-        await self._end([pending], pending.key)
-        if not pending.future.done() or pending.future.cancelled() or pending.future.exception() is not None:
-            return False
-        return pending.future.result().finish.type == "abort"
-
-    async def _end_running(self, *, retract: bool = False) -> int:
-        """End all requests at SGLang; returns how many were answered as aborted. Raises EngineFailed if they do not end."""
-        if self._held:
-            await self._let_go()
-        before = self._num["aborted"]
-        running = list(self._running.values())
-        for pending in running:
-            pending.retracted = retract
-        if not await self._end(running):
-            raise self.fail(f"SGLang has not ended aborted requests within {_ABORT_LIMIT_S:g} s")
-        return self._num["aborted"] - before
-
-    async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
-        """Abort the request with this key at SGLang; "": all requests.
-
-        Repeats the abort, because an abort that arrives before its request has no effect. Waits until all of `requests` have ended.
-        Returns False if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died, and EngineUnavailable if the
-        engine closes meanwhile: no task is left then that would see them end.
-        """
-        ends = [pending.ended for pending in requests]
-        deadline = self._clock.monotonic() + _ABORT_LIMIT_S
-        while left := [ended for ended in ends if not ended.is_set()]:
-            if self._failure is not None:
-                raise EngineFailed(str(self._failure)) from self._failure
-            if self._closing:
-                raise EngineUnavailable(CLOSING)
-            if self._clock.monotonic() > deadline:
-                return False
-            with contextlib.suppress(SGLangError):
-                await self._client.abort(key, limit_s=_ASK_LIMIT_S)
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with asyncio.timeout(_ABORT_AGAIN_S):
-                    await left[-1].wait()
-        return True
+        return f"{super()._new_key()}."  # the final dot ensures that no key is a prefix of another
 
     @property
     def _can_hold(self) -> bool:
         return not (self._keeps_prefixes or self._overlaps)
 
-    async def _hold(self) -> None:
-        await self._client.pause("in_place", limit_s=_ASK_LIMIT_S)
-        self._held = True
-
-    async def _let_go(self) -> None:
-        await self._client.resume(limit_s=_ASK_LIMIT_S)
-        self._held = False
-
-    # ------------------------------------------------------------------------------------------------ weights and cache
-
-    async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
-        async with contextlib.AsyncExitStack() as opened:
-            await self._verify(path, version, opened)
-
-    async def _verify(self, path: Path, version: WeightVersion, opened: contextlib.AsyncExitStack) -> Path:
-        """The folder for SGLang to load, which stays as long as `opened`. Raises WeightsRefused."""
-        verified = self._tensors.verified(path, version, self._config.load_limit_s)
-        with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
-            return await asyncio.to_thread(opened.enter_context, verified)
-
-    async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        async with contextlib.AsyncExitStack() as opened:
-            folder = await self._verify(path, version, opened)
-            num_aborted = await opened.enter_async_context(self._updated(version, abort_running=abort_running))
-            if self._receiver is not None:
-                await self._receiver.abandon()
-            with self._trace.overlapping("load weights", kind="engine", version=str(version)):
-                await self._load(folder, version)
-            self._path = str(path)
-        return num_aborted
-
-    async def _load(self, path: Path, version: WeightVersion) -> None:
-        """Make SGLang load a version, and check the version that it then reports.
-
-        Raises WeightsRefused if SGLang has changed nothing. After any other error its weights are unknown, and the engine fails.
-        """
-        began = self._clock.monotonic()
-        try:
-            await self._client.update_weights_from_disk(
-                str(path), str(version), flush_cache=False, limit_s=self._config.load_limit_s
-            )
-            if not self._held and not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
-                raise SGLangError("it did not flush its prefix cache: it reports running requests")
-            info = await self._client.info(limit_s=_ASK_LIMIT_S)
-        except SGLangError as error:
-            for words, error_class in _NOT_CHANGED.items():
-                if words in str(error):
-                    raise WeightsRefused(f"{path}: {error}", error_class) from error
-            took_s, limit_s = self._clock.monotonic() - began, self._config.load_limit_s
-            raise self.fail(
-                f"SGLang did not load {version}, after {took_s:.0f} s of at most {limit_s:g} s "
-                f"(generation.load_timeout_s): {error}"
-            ) from error
-        if info.weight_version != str(version):
-            raise self.fail(f"SGLang loaded {version} but reports {info.weight_version!r}")
+    async def _abandon_update(self) -> None:
+        if self._receiver is not None:
+            await self._receiver.abandon()
 
     # Weights over the network: the methods that SGLangReceiver calls
 
@@ -562,35 +140,6 @@ class SGLangEngine(GenerationEngine[GrowingResponse]):
     def network_updated(self, version: WeightVersion) -> None:
         self._version = version
         self._num["updates"] += 1
-
-    @property
-    def scores_before_resume(self) -> bool:
-        return self._paused and not self._held
-
-    async def score(self, input_ids: list[int]) -> list[float]:
-        self._check_alive()
-        if self._held:
-            raise EngineUnavailable("SGLang cannot score while it is paused in place; use another generation.interrupt")
-        scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_limit_s)
-        if not self._running and self._keeps_prefixes:
-            await self._client.flush_cache(limit_s=_ASK_LIMIT_S)
-        return scores
-
-    async def _flush(self) -> bool:
-        return await _flushed(self._client, _FLUSH_TRIES)
-
-    # ----------------------------------------------------------------------------------------------------------- state
-
-    def _used_tokens(self) -> int:
-        own = sum(len(pending.request.input_ids) + len(pending.token_ids) for pending in self._running.values())
-        return own if self._told_tokens is None else self._told_tokens
-
-    @property
-    def failure(self) -> BaseException | None:
-        return None if self._closing else self._failure
-
-
-# --------------------------------------------------------------------------------------------- weights over the network
 
 
 class SGLangReceiver(WeightReceiver):
@@ -621,7 +170,7 @@ class SGLangReceiver(WeightReceiver):
             self._engine.check_tensors(update.specs, complete=True)
         self._flush = self._engine.check_network_update(version)
         await self.abandon()
-        await self._call("/begin_weight_update", {}, _ASK_LIMIT_S)
+        await self._call("/begin_weight_update", {}, ASK_LIMIT_S)
         self._version = version
 
     async def receive(self, bucket: ReceiveWeights) -> None:
@@ -650,19 +199,19 @@ class SGLangReceiver(WeightReceiver):
         if version is None:
             raise WeightsRefused("no weight update is open; call begin_weight_update first", ErrorClass.PASSING)
         await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
-        if self._flush and not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
+        if self._flush and not await self._engine.flushed(UPDATE_FLUSH_TRIES):
             raise WeightsRefused(
                 "SGLang did not flush its prefix cache after the update: it reports running requests",
                 ErrorClass.PASSING,
             )
-        served = (await self._client.info(limit_s=_ASK_LIMIT_S)).weight_version
+        served = await self._client.served_version(limit_s=ASK_LIMIT_S)
         if served != str(version):
             raise WeightsRefused(f"SGLang received {version} but reports {served!r}", ErrorClass.PASSING)
         self._engine.network_updated(version)
 
     async def leave(self, group_name: str) -> None:
         await self.abandon()
-        await self._call("/destroy_weights_update_group", {"group_name": group_name}, _ASK_LIMIT_S)
+        await self._call("/destroy_weights_update_group", {"group_name": group_name}, ASK_LIMIT_S)
 
     async def abandon(self) -> None:
         """Close an update that was left open. The next load overwrites the tensors that this update brought."""
@@ -671,13 +220,13 @@ class SGLangReceiver(WeightReceiver):
             await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
 
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
-        """POST to SGLang. Raises SGLangError if SGLang refuses or does not answer.
+        """POST to SGLang. Raises ServerError if SGLang refuses or does not answer.
 
         If it does not answer, the engine fails, too: SGLang has died, or a scheduler hangs in a group.
         """
         try:
             await self._client.call(path, body, limit_s=limit_s + _HANG_SLACK_S)
-        except SGLangError as error:
+        except ServerError as error:
             if error.status == 0:
                 self._engine.fail(f"SGLang did not answer {path}: {error}")
             raise

@@ -19,8 +19,9 @@ from aiohttp import web
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
-from asyncrl.generation import sglang_http
-from asyncrl.generation.sglang_http import SGLangClient, SGLangError
+from asyncrl.generation import server_client
+from asyncrl.generation.server_client import ServerError
+from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import http_client
 from asyncrl.runtime.board import StatusBoard
@@ -37,7 +38,7 @@ LIMIT_S = 20.0
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", MOST)
-    monkeypatch.setattr(sglang_http, "MAX_ANSWER_BYTES", MOST)
+    monkeypatch.setattr(server_client, "MAX_ANSWER_BYTES", MOST)
 
 
 @contextlib.asynccontextmanager
@@ -84,10 +85,10 @@ async def test_sglang_is_read_up_to_a_limit_too() -> None:
     async with server(*routes) as url:
         client = SGLangClient(url)
         try:
-            with pytest.raises(SGLangError, match=f"more than {MOST} bytes"):
+            with pytest.raises(ServerError, match=f"more than {MOST} bytes"):
                 await client.info(limit_s=LIMIT_S)
             pieces = client.generate("rid", [1], params, idle_limit_s=LIMIT_S)
-            with pytest.raises(SGLangError, match=f"an event of more than {MOST} bytes: b'xxx"):
+            with pytest.raises(ServerError, match=f"an event of more than {MOST} bytes: b'xxx"):
                 await asyncio.wait_for(anext(pieces), LIMIT_S)
         finally:
             await client.close()
@@ -102,7 +103,7 @@ async def test_a_connection_to_sglang_is_not_used_again_near_the_time_when_sglan
         await reader.read(1)  # the next request on this connection meets its close
         writer.close()
 
-    monkeypatch.setattr(sglang_http, "_KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(server_client, "_KEEP_ALIVE_S", 0.1)
     async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as listening:
         client = SGLangClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.generation import sglang_process
+from asyncrl.generation import server_process
 
 LIMIT_S = 60.0  # for one wait, on a busy machine
 PROGRAM = """
@@ -35,11 +35,13 @@ if __name__ == "__main__":
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from asyncrl.generation.sglang_process import SGLangProcess, _members
+from asyncrl.generation.server_process import ServerProcess, _members
+from asyncrl.generation.sglang_process import SGLANG
 from asyncrl.runtime.process import tail_of
 
 async def main(folder):
-    process = SGLangProcess(
+    process = ServerProcess(
+        SGLANG,
         python=sys.executable,
         arguments=lambda port: [],
         environment=lambda tmp: {**os.environ, "PYTHONPATH": str(folder), "TMPDIR": tmp},
@@ -132,9 +134,9 @@ def test_the_next_one_removes_what_an_owner_left_that_was_killed_with_its_guard(
         noted.mkdir(parents=True)
         files[name] = in_shared_memory()
         (noted / files[name].name).touch()
-    os.close(sglang_process._lock(tmp_path / "asyncrl-sglang-killed"))
-    held = sglang_process._lock(tmp_path / "asyncrl-sglang-alive")  # by a process that need not be visible here
-    sglang_process._remove_leftovers()
+    os.close(server_process._lock(tmp_path / "asyncrl-sglang-killed"))
+    held = server_process._lock(tmp_path / "asyncrl-sglang-alive")  # by a process that need not be visible here
+    server_process._remove_leftovers("sglang")
     os.close(held)
     assert {name: file.exists() for name, file in files.items()} == {"killed": False, "alive": True, "begins": True}
     assert not (tmp_path / "asyncrl-sglang-killed").exists()

@@ -16,8 +16,9 @@ import torch
 from real_server import START_LIMIT_S, ServerInThread
 from weight_store import WeightStore
 
+from asyncrl.config.engines import SGLANG_PROGRAM
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.sglang_environment import find_sglang
+from asyncrl.generation.server_environment import find_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def sglang_python() -> str:
     """The interpreter of SGLang's environment."""
     python = os.environ.get("ASYNCRL_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
-    if find_sglang(python) is None:
+    if find_program(SGLANG_PROGRAM, python) is None:
         pytest.fail(
             f"there is no SGLang in {python}: `bash launcher/setup_sglang.sh --cpu` makes it in some minutes (or set "
             "ASYNCRL_SGLANG_PYTHON to the interpreter of another one)",

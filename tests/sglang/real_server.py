@@ -7,8 +7,10 @@ import threading
 from pathlib import Path
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.sglang_http import SGLangClient, SGLangError
-from asyncrl.generation.sglang_process import SGLangProcess, own_server
+from asyncrl.generation.server_client import ServerError
+from asyncrl.generation.server_process import ServerProcess
+from asyncrl.generation.sglang_http import SGLangClient
+from asyncrl.generation.sglang_process import own_server
 
 START_LIMIT_S = 240.0  # about 15 s on an idle machine; other processes compete with it
 
@@ -23,8 +25,8 @@ class ServerInThread:
         threading.Thread(target=self._loop.run_forever, name="server of the tests", daemon=True).start()
         self.process = self._start()
 
-    def _start(self) -> SGLangProcess:
-        async def start() -> SGLangProcess:
+    def _start(self) -> ServerProcess:
+        async def start() -> ServerProcess:
             process = own_server(self._config, str(self._model_path), tensor=1, seed=1, log=self.log)
             client = SGLangClient("")
 
@@ -32,7 +34,7 @@ class ServerInThread:
                 client.url = url
                 try:
                     await client.info(limit_s=5.0)
-                except SGLangError:
+                except ServerError:
                     return False
                 return True
 

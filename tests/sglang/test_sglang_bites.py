@@ -26,8 +26,9 @@ from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
+from asyncrl.generation.server_client import ServerError
 from asyncrl.generation.sglang import SGLangEngine
-from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
+from asyncrl.generation.sglang_http import SGLangClient, sglang_params
 from asyncrl.generation.sglang_process import server_arguments, server_environment
 from asyncrl.launch.experiment import validate
 from asyncrl.protocol.generation import SamplingParams
@@ -64,7 +65,7 @@ async def update(client: SGLangClient, path: Path, version: WeightVersion) -> No
         try:
             await client.update_weights_from_disk(str(path), str(version), flush_cache=True, limit_s=60.0)
             return
-        except SGLangError as error:
+        except ServerError as error:
             if not tries_left or "Weights were updated, but the cache was not flushed" not in str(error):
                 raise
             await asyncio.sleep(0.05)
@@ -82,7 +83,7 @@ async def test_1_tensors_are_received_between_begin_and_end_only(
     must check SGLang's answer before it sends any tensor."""
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none", "flush_cache": False}
     async with raw(sglang_url) as client:
-        with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
+        with pytest.raises(ServerError, match="must run between begin_weight_update") as refused:
             await client.call("/update_weights_from_distributed", body, limit_s=10.0)
         assert refused.value.status == 400
 
@@ -106,7 +107,7 @@ async def test_3_flushing_in_place_fails_after_the_weights_changed(
         running = engine.submit(EngineRequest("running", [1, 2], LONG))
         await counter_of(engine).reaches(20)
         await client.pause("in_place", limit_s=10.0)
-        with pytest.raises(SGLangError, match="Weights were updated, but the cache was not flushed"):
+        with pytest.raises(ServerError, match="Weights were updated, but the cache was not flushed"):
             await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
         await client.resume(limit_s=10.0)
         await within(running)
@@ -182,7 +183,7 @@ async def test_6_a_checkpoint_that_does_not_fit_is_success_to_sglang(
     absent = version_dir(tmp_path, "actor", V2)
     async with raw(sglang_url) as client:
         await update(client, missing, V2)  # success: true
-        with pytest.raises(SGLangError, match="Failed to get weights iterator"):
+        with pytest.raises(ServerError, match="Failed to get weights iterator"):
             await client.update_weights_from_disk(str(absent), str(V2), flush_cache=True, limit_s=60.0)
     async with attached(sglang_url, store, sglang_config) as engine:
         for path, why in (

@@ -15,8 +15,9 @@ from weight_store import V0, V1, V2, V3, WeightStore
 from asyncrl.config.schema import GenerationConfig, WeightsConfig
 from asyncrl.generation.engine import EngineArguments, EngineRequest, Generated, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
+from asyncrl.generation.server_client import ServerError
 from asyncrl.generation.sglang import SGLangEngine
-from asyncrl.generation.sglang_http import SGLangClient, SGLangError
+from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.broadcast import ServerClient, WeightSender
@@ -154,7 +155,7 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
     client = SGLangClient(sglang_url)
     try:
         body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
-        with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
+        with pytest.raises(ServerError, match="must run between begin_weight_update") as refused:
             await client.call("/update_weights_from_distributed", body, limit_s=10.0)
         assert refused.value.status == 400
     finally:

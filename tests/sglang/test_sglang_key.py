@@ -5,7 +5,8 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import ConfigError, GenerationConfig
-from asyncrl.generation.sglang_http import SGLangClient, SGLangError
+from asyncrl.generation.server_client import ServerError
+from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import AttachedServer, own_server, read_api_key
 from asyncrl.runtime.security import Secrets, Security
 from tests.support.process_wide import secured_by
@@ -23,7 +24,7 @@ async def test_a_server_of_a_run_that_authenticates_asks_for_its_key(store, sgla
         client.url = url
         try:
             await client.info(limit_s=5.0)
-        except SGLangError:
+        except ServerError:
             return False
         return True
 

@@ -14,7 +14,7 @@ from asyncrl.cli import doctor
 from asyncrl.cli.doctor import MACHINE_CHECKS
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
-from asyncrl.generation.sglang_environment import SGLangEnvironment
+from asyncrl.generation.server_environment import ProgramEnvironment
 from asyncrl.launch.checks import gpus
 from asyncrl.launch.checks.checklist import Case, make_checks
 from asyncrl.launch.checks.gpus import Gpu
@@ -285,24 +285,24 @@ def test_gpus_that_an_allocation_needs(found, allocation, mode, state, said):
 
 
 def test_an_unused_sglang_is_reported_as_unused():
-    tested = SGLangEnvironment("2.13.0+cpu", version="0.5.23")
+    tested = ProgramEnvironment("2.13.0+cpu", version="0.5.23")
     assert (
-        doctor.judge_sglang("transformers", None).value
+        doctor.judge_program("transformers", None).value
         == "not installed; not used by this config (engine transformers)"
     )
-    assert doctor.judge_sglang("transformers", tested).value.startswith("0.5.23, with torch 2.13.0+cpu; not used")
-    assert doctor.judge_sglang("", None).state == "ok"
+    assert doctor.judge_program("transformers", tested).value.startswith("0.5.23, with torch 2.13.0+cpu; not used")
+    assert doctor.judge_program("", None).state == "ok"
 
 
 def test_sglang_is_reported_with_its_interpreter():
-    tested = SGLangEnvironment("2.13.0+cpu", version="0.5.23")
-    missing = doctor.judge_sglang("sglang", None, "/venv/bin/python")
+    tested = ProgramEnvironment("2.13.0+cpu", version="0.5.23")
+    missing = doctor.judge_program("sglang", None, "/venv/bin/python")
     assert (missing.state, missing.value) == ("fail", "not installed in /venv/bin/python")
     assert "launcher/setup_sglang.sh" in missing.remedy
     assert "generation.python" in missing.remedy
-    found = doctor.judge_sglang("sglang", tested, "/venv/bin/python")
+    found = doctor.judge_program("sglang", tested, "/venv/bin/python")
     assert (found.state, found.value) == ("ok", "0.5.23 in /venv/bin/python, with torch 2.13.0+cpu")
-    assert doctor.judge_sglang("sglang", SGLangEnvironment("", version="0.4.9")).state == "warn"
+    assert doctor.judge_program("sglang", ProgramEnvironment("", version="0.4.9")).state == "warn"
 
 
 def test_etcd(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import PromptError
-from asyncrl.generation.sglang_http import SGLangError
+from asyncrl.generation.server_client import ServerError
 from asyncrl.protocol.errors import (
     ErrorClass,
     Failures,
@@ -56,9 +56,9 @@ class Answered(Exception):
         (Answered(503), PASSING),
         (Answered(403), PERMANENT),
         (Answered(500), UNKNOWN),
-        (SGLangError("no answer"), PASSING),
-        (SGLangError("refused", 400), PERMANENT),
-        (SGLangError("an exception", 500), UNKNOWN),
+        (ServerError("no answer"), PASSING),
+        (ServerError("refused", 400), PERMANENT),
+        (ServerError("an exception", 500), UNKNOWN),
     ],
 )
 def test_class_of_an_error(error, error_class):

@@ -197,7 +197,7 @@ def test_every_interpreter_that_asyncrl_starts_leaves_the_current_folder_out():
         and not any(isinstance(item, ast.Constant) and item.value in ("-P", "-I") for item in node.elts)
     }
     elsewhere = {  # `cwd=` is another folder; SGLang's interpreter may be older than -P
-        "generation/sglang_environment.py",
-        "generation/sglang_process.py",
+        "generation/server_environment.py",
+        "generation/server_process.py",
     }
     assert {start.split(":")[0] for start in starts} == elsewhere, starts

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from asyncrl.cli import main as cli
 from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
-from asyncrl.generation.sglang_environment import TESTED_VERSION, SGLangEnvironment
+from asyncrl.generation.server_environment import ProgramEnvironment
 from asyncrl.launch.checks import preflight as preflight_module
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan
@@ -101,7 +101,9 @@ def test_the_config_passes_check_with_three_overrides(
 
 def test_the_unchanged_allocation_needs_eight_gpus(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's folder and the data exist, and SGLang is installed."""
-    monkeypatch.setattr(preflight_module, "find_sglang", lambda python: SGLangEnvironment("", version=TESTED_VERSION))
+    monkeypatch.setattr(
+        preflight_module, "find_program", lambda program, python: ProgramEnvironment("", version=program.tested)
+    )
     config = load_experiment(CONFIG, overrides(made)[:3])
     assert config.allocation == "sglang.d4p1m1+d4p1m1"
     num_prompts = preflight(config)

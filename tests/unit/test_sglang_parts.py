@@ -9,19 +9,21 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli.commands.logs import LogFile, select_workers, worker_of
+from asyncrl.config.engines import SGLANG_PROGRAM
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
 from asyncrl.config.schema import PromptSourceConfig as Prompts
 from asyncrl.config.schema import RolloutConfig as Rollout
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
-from asyncrl.generation.sglang import GrowingResponse
-from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, own_torch
-from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
+from asyncrl.generation.server_client import Finish, Piece, PieceMeta, ServerError
+from asyncrl.generation.server_engine import GrowingResponse
+from asyncrl.generation.server_environment import TorchVersions, find_program, own_torch
+from asyncrl.generation.server_process import ServerProcess, longest_steps
+from asyncrl.generation.sglang_http import sglang_params
 from asyncrl.generation.sglang_process import (
-    SGLangProcess,
+    SGLANG,
     cores_of_ranks,
-    longest_steps,
     server_arguments,
     server_environment,
 )
@@ -242,7 +244,7 @@ def test_preflight_looks_for_sglang(model_path, tmp_path):
     for package in ("sglang-0.5.23", "torch-2.13.0+cpu", "torchvision-0.28.0"):
         (site / f"{package}.dist-info").mkdir(parents=True)
     (environment / "pyvenv.cfg").write_text("")
-    found = find_sglang(f"{environment}/bin/python")
+    found = find_program(SGLANG_PROGRAM, f"{environment}/bin/python")
     assert (found.version, found.torch, found.nccl) == ("0.5.23", "2.13.0+cpu", "")
 
 
@@ -352,7 +354,7 @@ def test_an_abort_in_sglangs_queue_repeats_the_last_token():
 )
 def test_inconsistent_pieces_are_refused(bad, why):
     growing = response()
-    with pytest.raises(SGLangError, match=why):
+    with pytest.raises(ServerError, match=why):
         growing.take(bad)
     assert growing.token_ids == growing.logprobs == []
 
@@ -393,8 +395,8 @@ def test_version_labels_of_a_request_that_was_paused_in_place():
 @pytest.mark.parametrize(
     ("spans", "why"),
     [
-        ([span(V2, 0, 1)], "another program updates SGLang's weights"),
-        ([span(V0, 0, 1)], "another program updates SGLang's weights"),
+        ([span(V2, 0, 1)], "another program updates its weights"),
+        ([span(V0, 0, 1)], "another program updates its weights"),
         ([VersionSpan(version="default", start=0, end=1)], "tokens of version 'default'"),
         ([], "do not cover 1 tokens"),
         ([span(V1, 1, 2)], "do not cover"),
@@ -403,7 +405,7 @@ def test_version_labels_of_a_request_that_was_paused_in_place():
 def test_wrong_version_labels_are_refused(spans, why):
     growing = response()
     growing.take(piece([5], 1))
-    with pytest.raises(SGLangError, match=why):
+    with pytest.raises(ServerError, match=why):
         growing.label(piece([], 1, spans=spans), V1, V1)
 
 
@@ -508,7 +510,8 @@ async def test_only_a_start_that_takes_too_long_names_its_steps(tmp_path, last, 
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "[$(date "+%Y-%m-%d %H:%M:%S")] Capture graphs"\n{last}\n')
     python.chmod(0o755)
-    server = SGLangProcess(
+    server = ServerProcess(
+        SGLANG,
         python=str(python),
         arguments=lambda port: [],
         environment=lambda tmp: dict(os.environ),

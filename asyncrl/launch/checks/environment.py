@@ -43,8 +43,8 @@ def judge_environment(
 
 
 def _communicates(config: ExperimentConfig) -> bool:
-    """Whether a torch.distributed process group is formed. A SGLang server forms one even for itself."""
-    if not mode_of(config.mode).replays and allocation_of(config).traits.runs_sglang:
+    """Whether a torch.distributed process group is formed. SGLang and vLLM form one even for themselves."""
+    if not mode_of(config.mode).replays and allocation_of(config).traits.program is not None:
         return True
     groups, _ = placed_groups(config)
     return any(len(members) > 1 for members in groups.all)

@@ -214,7 +214,9 @@ def _parts_of_server(config: GenerationServerConfig, devices: Sequence[str], siz
     traits, generation = traits_of(config.engine), config.generation
     if not traits.starts_servers:
         return
-    yield Part("SGLang", config.tensor_parallel * traits.rank_bytes, is_least=False)
+    yield Part(
+        traits.program.name if traits.program else "", config.tensor_parallel * traits.rank_bytes, is_least=False
+    )
     side = "generation" if config.shares_devices else ""
     for device in devices:
         weights = size.num_parameters * DTYPE_BYTES.get(generation.dtype, 4) / len(devices)

@@ -33,7 +33,7 @@ from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang, own_torch
+from asyncrl.generation.server_environment import find_program, own_torch
 from asyncrl.launch.checks.bound_names import BoundNames, takes_prompts
 from asyncrl.launch.checks.checklist import (
     FIELDS,
@@ -373,15 +373,17 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
 
 
 def _check_engines(case: Case) -> Iterator[ConfigError]:
-    """Check that the environment of the interpreter generation.python has SGLang, and that its NCCL fits the trainer's. Reads the
+    """Check that the environment of generation.python has the engine's program, and that its NCCL fits the trainer's. Reads the
     files of that environment and does not start the interpreter, because a start takes a second."""
     config, python = case.config, case.config.generation.python
-    if not any(allocation_of(phase).traits.runs_sglang for phase in phases(config)):
+    programs = (allocation_of(phase).traits.program for phase in phases(config))
+    program = next(filter(None, programs), None)
+    if program is None:
         return
-    found, trainer = find_sglang(python), own_torch()
+    found, trainer = find_program(program, python), own_torch()
     where = python or f"this environment ({sys.executable})"
     if found is None:
-        yield ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
+        yield ConfigError(f"generation.python={python!r}: there is no {program.name} in {where}; {program.setup_hint}")
     elif forms_nccl_groups(
         config.weights.transport, config.weights.broadcast_backend, on_gpu=bool(case.devices)
     ) and not trainer.joins(found):
