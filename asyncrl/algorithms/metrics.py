@@ -128,6 +128,9 @@ METRICS = {  # group/name; evaluations have the group eval (EvalName)
     "actor/behav_weight_max": Metric(
         of=lambda tokens: tokens.loss.weight_T if tokens.behav_T is not None else None,
     ),
+    # With train.routes: routers that choose other experts than the sampler's. A share of all, and of the tokens that have one
+    "actor/other_experts_share": Metric(),
+    "actor/other_experts_token_share": Metric(),
     "throughput/tokens_per_s": Metric("tokens"),
     "throughput/train_tokens_per_s_per_device": Metric("device_tokens", "training", optional=True),
     "throughput/generated_tokens_per_s_per_device": Metric("device_tokens", "generation", optional=True),

@@ -42,6 +42,7 @@ class EngineTraits:
     sizes_own_cache: bool = False  # its KV cache takes the memory that is free on the GPU; False: generation.num_blocks
     scores_in_place: bool = True  # it scores texts while its requests are paused in place
     rank_bytes: int = 0  # main memory of the processes that it starts for each of its ranks
+    returns_routes: bool = False  # its answers have the experts of each token (train.routes)
     settings: tuple[str, ...] = ()  # fields of `generation` that other engines refuse
     grid_limit: str = ""  # why it refuses other grids
     delta_limit: str = ""  # why it cannot load deltas; "": it can
@@ -50,7 +51,9 @@ class EngineTraits:
 DEFAULT_ENGINE = "transformers"
 # Allocations name the engine, as in `sglang.d2p1m1+d2p1m1`
 ENGINES = {
-    "transformers": EngineTraits(starts_servers=True, is_embedded=True, grid_limit="runs data parallel only"),
+    "transformers": EngineTraits(
+        starts_servers=True, is_embedded=True, returns_routes=True, grid_limit="runs data parallel only"
+    ),
     "sglang": EngineTraits(
         starts_servers=True,
         program=SGLANG_PROGRAM,

@@ -206,6 +206,7 @@ class GenerationServerConfig:
     fetch_dir: str = ""
     full_every: int = 1  # weights.full_every; above 1 SGLang's servers write deltas in full to fetch_dir
     shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
+    returns_routes: bool = False  # train.routes is not off
 
 
 @dataclass(frozen=True)
@@ -241,5 +242,6 @@ class RolloutWorkerConfig:
     heartbeat_s: float
     dense_rewards: bool = False  # train.dense_rewards
     branches: bool = False  # train.branches
+    with_routes: bool = False  # train.routes is not off
     words: list[str] = field(default_factory=list)  # train.words
     max_words_bytes: int = 0  # train.max_words_bytes

@@ -447,6 +447,10 @@ class TrainConfig:
     # Groups of agents with agent_args.trained=all: trajectories carry the session of each sequence (`sessions`), and each session
     # counts once in its group's baseline. false: such a group rejects its prompt
     branches: bool = False
+    # Mixtures of experts: servers return the experts of each token, and trajectories carry them as routed_experts: a byte for each
+    # layer and each expert of a token, or two with more than 255 experts. Servers then share no prefixes. compare: steps report how
+    # many of the trainer's choices differ | replay: the trainer also uses the servers' choices, with its own scores
+    routes: str = choice("off", "off", "compare", "replay")
     # Strings and objects that every trajectory carries: keys words_NAME (one for each response) and prompt_words_NAME (one for the
     # group). The rollout worker adds words_completion, prompt_words_prompt, prompt_words_answer and prompt_words_row; an agent
     # sets all others

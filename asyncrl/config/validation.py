@@ -457,6 +457,7 @@ def _bad_models(config: ExperimentConfig) -> Iterator[Problem]:
         if not re.fullmatch(r"[a-z0-9_]+", name):
             remedy = "is the end of a role's name: use lower-case letters, digits and underscores"
             yield "train.reward_models", name, remedy
+    yield from problems_among(config, _of_routes(config))
     ptx, ppo = train.ptx, train.ppo
     if ptx is None:
         return
@@ -466,6 +467,35 @@ def _bad_models(config: ExperimentConfig) -> Iterator[Problem]:
         times = f" * epochs={ppo.epochs}" if ppo.epochs > 1 else ""
         remedy = f"must be at least train.ppo.minibatches={ppo.minibatches}{times}, one text for each optimizer step"
         yield "train.ptx.batch_size", ptx.batch_size, remedy
+
+
+def _of_routes(config: ExperimentConfig) -> Iterable[Conflict]:
+    """What the experts of generation servers (train.routes) cannot be combined with."""
+    train, mode = config.train, mode_of(config.mode)
+    is_on = train.routes != "off"
+    return (
+        (
+            is_on and not mode.updates_servers,
+            "train.routes",
+            f"needs servers that return experts and a trainer that reads them, and mode={config.mode} has only one of them; set it "
+            "to off",
+        ),
+        (
+            is_on and train.ptx is not None,
+            "train.routes",
+            "supervised texts have no routes; leave train.ptx out, or set it to off",
+        ),
+        (
+            is_on and train.compile == "on",
+            "train.compile",
+            "compiled layers do not see the routes of a micro-batch; set it to off with train.routes",
+        ),
+        (
+            is_on and train.share_prefix == "on",
+            "train.share_prefix",
+            "the copies of a shared prompt have different routes; set it to off with train.routes",
+        ),
+    )
 
 
 def _bad_prompts(config: ExperimentConfig) -> Iterator[Problem]:

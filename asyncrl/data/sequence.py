@@ -14,6 +14,7 @@ Layouts of the known keys (KEY_SPECS), for a group of n sequences with full leng
     sequence  n values
     group     one value
     words     n runs of any lengths; run i is the JSON text (UTF-8) of a string or object that belongs to sequence i
+    runs      n runs of any lengths; run i is bytes of a form that the key defines
 
 Words are keys named `words_NAME` (layout words) and `prompt_words_NAME` (layout prompt: one text for the group). To all code that
 moves samples they are bytes. `from_groups` encodes them and `words` decodes them.
@@ -46,7 +47,7 @@ from asyncrl.protocol.errors import CodecError
 Array = npt.NDArray[Any]
 DType = np.dtype[Any]
 SeqLens = list[list[int]]  # per id, the length of each of its sequences
-Layout = Literal["token", "prompt", "sequence", "group", "words"]
+Layout = Literal["token", "prompt", "sequence", "group", "words", "runs"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     # Seconds since 1970: when the rollout worker got the ticket; with mode=sync when the generation of the batch began.
     "birth_time": _spec("float64", "group"),
     "sessions": _spec("int64", "sequence"),  # index in the group of the sequence's session (train.branches)
+    "routed_experts": _spec("uint8", "runs"),  # the experts of each token, as data/routes.py has them (train.routes)
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),
@@ -560,7 +562,7 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
     """Check that the known keys fit each other: token keys are aligned, sequence keys have one value per sequence."""
     layouts = {key: spec.layout for key in seqlens if (spec := spec_of(key)) is not None}
     token_key = next((key for key in ("packed_input_ids", *layouts) if layouts.get(key) == "token"), "")
-    counted = token_key or next((key for key, layout in layouts.items() if layout in ("sequence", "words")), "")
+    counted = token_key or next((key for key, layout in layouts.items() if layout in ("sequence", "words", "runs")), "")
     counts = [len(lengths) for lengths in seqlens[counted]] if counted else []
     expected: dict[Layout, SeqLens] = {
         "token": seqlens.get(token_key, []),
@@ -575,11 +577,11 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
                     raise ValueError(
                         f"key {key!r}, id {group_id!r}: expected one prompt per group, found {len(lengths)}"
                     )
-        elif layout == "words":
+        elif layout in ("words", "runs"):
             for group_id, lengths, count in zip(ids, found, counts, strict=True):
                 if len(lengths) != count:
                     raise ValueError(
-                        f"key {key!r}, id {group_id!r}: expected one text for each of the {count} sequences of {counted!r}, "
+                        f"key {key!r}, id {group_id!r}: expected one run for each of the {count} sequences of {counted!r}, "
                         f"found {len(lengths)}"
                     )
         elif found != expected[layout]:

@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
     needs_whole_batch,
     reward_models,
 )
+from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import is_words
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 from asyncrl.protocol.names import ACTOR
@@ -103,7 +104,13 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
     """The keys that every trajectory of a run carries."""
     dense = (DENSE_REWARDS,) if train.dense_rewards else ()
-    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()), *train.words)
+    routes = (ROUTES,) if uses_routes(train) else ()
+    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()), *routes, *train.words)
+
+
+def uses_routes(train: TrainConfig) -> bool:
+    """Whether trajectories carry the experts of each token."""
+    return train.routes != "off"
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
@@ -112,7 +119,7 @@ def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     made = {key for mfc in kept for key in mfc.output_keys}
     words = {key for mfc in kept for key in mfc.input_keys if is_words(key)} - made
     dense = () if DENSE_REWARDS in made else (DENSE_REWARDS,)
-    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, *dense, *sorted(words)))
+    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, ROUTES, *dense, *sorted(words)))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
@@ -136,7 +143,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     anchor: tuple[str, ...] = ()
     extra = [declared(spec) for spec in train.mfcs]
     if _runs_actor_inf(train, extra):
-        inference.append(_inference("actor_inf", "actor", LOGPROBS, "proximal_logprobs"))
+        inputs = ("packed_input_ids", *((ROUTES,) if train.routes == "replay" else ()))
+        inference.append(MFCDef("actor_inf", "actor", "inference", LOGPROBS, inputs, ("proximal_logprobs",)))
         anchor = ("proximal_logprobs",)
     if ppo.kl_coef > 0:
         inference.append(_inference("ref_inf", "ref", LOGPROBS, "packed_ref_logprobs"))
@@ -168,6 +176,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     actor_keys: tuple[str, ...] = ("packed_input_ids", "packed_logprobs", *anchor, "advantages", "trained_mask")
     if ppo.kl_coef > 0 and ppo.kl_in == "loss":
         actor_keys += ("packed_ref_logprobs",)
+    if uses_routes(train):
+        actor_keys += (ROUTES,)
     actor_keys = tuple(dict.fromkeys((*actor_keys, *train.extra_train_keys)))
     training = [MFCDef(TRAIN_MFC, "actor", "train_step", PPO_ACTOR, actor_keys)]
     if train.critic is not None:

@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Conflict, Problem, problems_among
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
-from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
+from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow, uses_routes
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
@@ -284,6 +284,12 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
             config.weights.full_every > 1 and bool(traits.delta_limit),
             "weights.full_every",
             f"{traits.delta_limit}; set it to 1",
+        ),
+        (
+            uses_routes(config.train) and not traits.returns_routes,
+            "train.routes",
+            f"the engine {allocation.engine} returns no experts in a form that asyncrl has compared with the trainer's; use the "
+            "embedded engine (allocation=transformers...), or set it to off",
         ),
         (
             generation.interrupt == "in_place" and bool(config.weights.verify_logprobs) and not traits.scores_in_place,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from asyncrl.config.schema import INTERRUPT_MODES, GenerationConfig
+from asyncrl.data.routes import Routes
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
 from asyncrl.protocol.versions import WeightVersion
@@ -93,6 +94,9 @@ class Generated:
     logprobs: list[float]
     finish: FinishReason
     spans: list[VersionSpan]
+    routes: Routes | None = (
+        None  # of all tokens of prompt and response but the last, with EngineArguments.returns_routes
+    )
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class Pending:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may not be in a span yet
+    routes: Routes | None = None
 
     def close_span(self, version: WeightVersion | None, end: int) -> None:
         """Record that this version sampled the tokens after the last span, up to token `end`."""
@@ -178,6 +183,8 @@ class EngineArguments:
     trace: Tracer = OFF
     clock: Clock = SYSTEM_CLOCK
     asleep: bool = False  # the engine begins asleep, and `wake` starts it
+    # Results have the experts of each token. Only engines with the trait of the same name (config/engines.py) can do that
+    returns_routes: bool = False
 
 
 P = TypeVar("P", bound=Pending)
@@ -344,7 +351,9 @@ class GenerationEngine(ABC, Generic[P]):
         if finish.type == "abort":
             self._num["aborted"] += 1
         if not pending.future.done():
-            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
+            pending.future.set_result(
+                Generated(pending.token_ids, pending.logprobs, finish, pending.spans, pending.routes)
+            )
 
     def _fail(self, pending: P, error: Exception) -> None:
         self._forget(pending)

@@ -49,6 +49,7 @@ class Engines(ABC):
                 trace=self._trace,
                 clock=self._clock,
                 asleep=self._config.shares_devices,
+                returns_routes=self._config.returns_routes,
             )
         )
 

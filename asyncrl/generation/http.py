@@ -71,6 +71,7 @@ class _One(Struct, frozen=True, kw_only=True):
     return_logprob: bool = False
     stream: bool = False
     priority: int = 0
+    routes_from: int = 0
 
 
 class _Many(Struct, frozen=True, kw_only=True):
@@ -195,7 +196,7 @@ class GenerationHTTP:
         _refuse_stream(one.stream)
         engine_request = EngineRequest(one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params, one.priority)
         generated = await self._confirmed(self._engine.submit(engine_request))
-        return _json(self._reply(engine_request, generated, one.return_logprob))
+        return _json(self._reply(engine_request, generated, one.return_logprob, one.routes_from))
 
     async def _generate_many(self, many: _Many) -> web.Response:
         """Answer a list of prompts. If one is refused or fails, all are cancelled."""
@@ -220,7 +221,9 @@ class GenerationHTTP:
         """Wait for a result, and until its weights are verified (weights.verify_logprobs). Raises EngineUnavailable."""
         return await future if self._verified is None else await self._verified.confirmed(future)
 
-    def _reply(self, request: EngineRequest, generated: Generated, with_logprobs: bool) -> GenerateReply:
+    def _reply(
+        self, request: EngineRequest, generated: Generated, with_logprobs: bool, routes_from: int = 0
+    ) -> GenerateReply:
         tokens = generated.token_ids
         pairs = zip(generated.logprobs, tokens, strict=True) if with_logprobs else ()
         return GenerateReply(
@@ -234,6 +237,7 @@ class GenerationHTTP:
                 weight_version=generated.spans[-1].version if generated.spans else self._engine.stats().version,
                 weight_versions=generated.spans,
                 output_token_logprobs=[(logprob, token, None) for logprob, token in pairs],
+                routed_experts=generated.routes.encode(start=routes_from).tobytes() if generated.routes else b"",
             ),
         )
 

@@ -50,6 +50,7 @@ from asyncrl.architectures.checkpoint_names import Place, places_of
 from asyncrl.architectures.small_copy import longest_window
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
+from asyncrl.data.routes import Routes
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors, specs_of
 from asyncrl.generation.engine import (
@@ -66,6 +67,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.receive import StagedReceiver
+from asyncrl.generation.routes import RequestRoutes
 from asyncrl.generation.self_check import check_decoding, check_small_copy, prompt_lengths
 from asyncrl.generation.states import RequestStates, Row
 from asyncrl.protocol.errors import ErrorClass, classify
@@ -156,6 +158,7 @@ class _Runner(ModelRunner):
     sampling_args: _SamplingArgs
     places: dict[int, int]  # of layers in the KV cache; empty: another attention than padded_attention.py is used
     states: RequestStates
+    routes: RequestRoutes | None
     scheduler: Scheduler
 
     def compute_batch(self, model: Any, batch_data: Any) -> None:
@@ -177,7 +180,8 @@ class _Runner(ModelRunner):
             self._plan_attention(batch_data)
         batch_data = on_device(batch_data, model.device)
         states = self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext()
-        with sdpa_kernel(_KERNELS), states:
+        routes = self.routes.of_pass(*self._rows()) if self.routes is not None else contextlib.nullcontext()
+        with sdpa_kernel(_KERNELS), states, routes:
             logits_NV = model(**batch_data).logits[0]
         if "logits_to_keep" not in batch_data:
             logits_NV = logits_NV[batch_data["logits_indices"]]
@@ -246,16 +250,22 @@ def on_device(tree: Any, device: torch.device) -> Any:
 class _Router(OutputRouter):
     """Passes all results of a pass to the event loop in one call."""
 
-    def __init__(self, deliver: Callable[[list[Any]], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[list[tuple[Any, Routes | None]]], None],
+        loop: asyncio.AbstractEventLoop,
+        routes: RequestRoutes | None,
+    ) -> None:
         super().__init__()
-        self._deliver_on_loop, self._loop = deliver, loop
+        self._deliver_on_loop, self._loop, self._routes = deliver, loop, routes
 
     def deliver(self, output: Any) -> None:
         self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver_on_loop, outputs)
+            results = [(output, self._routes.take(output.request_id) if self._routes else None) for output in outputs]
+            self._loop.call_soon_threadsafe(self._deliver_on_loop, results)
 
 
 class _Manager(ContinuousBatchingManager):
@@ -268,12 +278,13 @@ class _Manager(ContinuousBatchingManager):
         *,
         padded: Sequence[LayerAttention],
         states: RequestStates,
+        routes: RequestRoutes | None,
         on_pass: Callable[[int, int], None],
         trace: Tracer,
     ) -> None:
         """padded: the model's attention layers; empty: another implementation than padded_attention.py is used."""
         self._padded, self._on_pass, self._trace = padded, on_pass, trace
-        self._states = states
+        self._states, self._routes = states, routes
         with _full_attention(model.config.get_text_config(), padded):
             super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
         self._sampling_args = _SamplingArgs()
@@ -299,7 +310,7 @@ class _Manager(ContinuousBatchingManager):
             )
             runner.sampling_args = self._sampling_args
             runner.places = {layer.layer: place for place, layer in enumerate(self._padded)}
-            runner.states, runner.scheduler = self._states, processor.scheduler
+            runner.states, runner.routes, runner.scheduler = self._states, self._routes, processor.scheduler
             processor.model_runner = runner
             if self._padded:
                 # Keep the inputs and outputs of a pass on the host: transformers would copy each of them to the device on its own
@@ -373,6 +384,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         """device: "cpu", or a GPU with its index, without which no process can join an update group there; "": as rank_device."""
         super().__init__(arguments)
         self._initial_path, self._seed = arguments.model_path, seed
+        self._returns_routes = arguments.returns_routes
         self._verified = VerifiedVersion()
         self._fingerprint = ""  # of the version on disk that was loaded last; changes to it alter the model in place
         self._loading = LoadProgress(arguments.model_path)
@@ -459,6 +471,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._model = model.to(self.weights_device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._states = RequestStates(self._model)
+        self._routes = RequestRoutes(self._model, self._initial_path) if self._returns_routes else None
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
         stored = specs_of(weights.tensor_files(Path(self._initial_path)))
         self._others = {name: stored[name] for name in stored.keys() - self._places.keys()}
@@ -480,8 +493,9 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     @property
     def _shares_prefixes(self) -> bool:
-        """With in_place, pages of the old weights remain after an update. A state is not kept by page."""
-        return self._config.prefix_sharing and self._config.interrupt != "in_place" and not self._states.names
+        """With in_place, pages of the old weights remain after an update. States and routes are not kept by page."""
+        by_request = bool(self._states.names) or self._returns_routes
+        return self._config.prefix_sharing and self._config.interrupt != "in_place" and not by_request
 
     def _make_manager(self, padded: Sequence[LayerAttention]) -> _Manager:
         config = self._config
@@ -501,10 +515,11 @@ class TransformersEngine(GenerationEngine[_Pending]):
             ),
             padded=padded,
             states=self._states,
+            routes=self._routes,
             on_pass=self._count_pass,
             trace=self._trace,
         )
-        manager.output_router = _Router(self._on_results, self._loop)
+        manager.output_router = _Router(self._on_results, self._loop, self._routes)
         manager.prepare()
         return manager
 
@@ -526,7 +541,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     def _drop(self) -> None:
         """In the control thread: free the model and the KV cache. Their objects refer to each other, so they are collected here."""
-        del self._manager, self._model, self._states
+        del self._manager, self._model, self._states, self._routes
         gc.collect()
         return_freed_memory()
         if self.weights_device.type == "cuda":
@@ -569,9 +584,9 @@ class TransformersEngine(GenerationEngine[_Pending]):
         if accepted is None:
             self._fail(pending, EngineFailed("the generation thread has ended"))
 
-    def _on_results(self, outputs: list[Any]) -> None:
+    def _on_results(self, outputs: list[tuple[Any, Routes | None]]) -> None:
         """Handle the results of one pass of the generation thread. Runs on the event loop."""
-        for output in outputs:
+        for output, routes in outputs:
             pending = self._running.get(output.request_id)
             if pending is None:
                 continue  # aborted meanwhile
@@ -581,7 +596,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             elif not all(map(math.isfinite, logprobs)):
                 self._fail(pending, EngineFailed(f"logprobs are not finite under weight version {self._version}"))
             else:
-                self._extend(pending, tokens, logprobs)
+                self._extend(pending, tokens, logprobs, routes)
                 if tokens and tokens[-1] in pending.stop_ids:
                     finish = FinishReason(type="stop", matched=tokens[-1])
                 else:
@@ -589,10 +604,16 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 self._answer(pending, finish)
         self._admit()
 
-    def _extend(self, pending: _Pending, tokens: list[int], logprobs: list[float]) -> None:
-        """Append tokens to those from before its last retraction."""
+    def _extend(
+        self, pending: _Pending, tokens: list[int], logprobs: list[float], routes: Routes | None = None
+    ) -> None:
+        """Append tokens to those from before its last retraction. routes: of all tokens that passes have computed since."""
         pending.token_ids.extend(tokens)
         pending.logprobs.extend(logprobs)
+        if tokens and routes is not None:  # without a token nothing was sampled with these routes
+            computed = len(pending.request.input_ids) + len(pending.token_ids) - 1
+            routes = Routes(routes.layout, routes.rows[:computed])
+            pending.routes = routes if pending.routes is None else pending.routes.joined(routes, start=0)
         pending.close_span(self._version, len(pending.token_ids))
 
     def _end_unread(self, pending: _Pending) -> None:
@@ -638,8 +659,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
             self._standstill.enter_context(self._manager.pause())
         return self._manager.is_running()
 
-    def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-        """In the control thread: remove requests from the manager between two passes; returns their tokens and logprobs."""
+    def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float], Routes | None]]:
+        """In the control thread: remove requests from the manager between two passes; returns their tokens, logprobs and routes."""
         collected = {}
         if not self._manager.is_running():
             return {}
@@ -649,7 +670,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 state = scheduler.active_requests.get(key) or scheduler.waiting_requests.get(key)
                 if state is not None:
                     output = state.to_generation_output()  # type: ignore[no-untyped-call]
-                    collected[key] = (output.generated_tokens, output.logprobs)
+                    routes = self._routes.take(key) if self._routes else None
+                    collected[key] = (output.generated_tokens, output.logprobs, routes)
                 scheduler.set_request_cancellation(key)
             for state in scheduler.clear_cancelled_requests():
                 self._manager.processor.offloading_manager.free_request_cpu_cache(state)

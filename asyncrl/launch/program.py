@@ -44,7 +44,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.axes import SAMPLES
-from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
+from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow, uses_routes
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
@@ -182,6 +182,7 @@ class _Run:
             fetch_dir=config.weights.fetch_dir,
             full_every=config.weights.full_every,
             shares_devices=bool(self.allocation.shared_workers),
+            returns_routes=uses_routes(config.train),
         )
 
     def model_worker(self, index: int) -> ModelWorkerConfig:
@@ -295,6 +296,7 @@ class _Run:
             heartbeat_s=config.manager.heartbeat_s,
             dense_rewards=config.train.dense_rewards,
             branches=config.train.branches,
+            with_routes=uses_routes(config.train),
             words=config.train.words,
             max_words_bytes=config.train.max_words_bytes,
         )

@@ -37,6 +37,7 @@ from asyncrl.architectures.agreement import architecture_errors, not_repeatable
 from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
+from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
@@ -63,15 +64,18 @@ from asyncrl.model.pipeline import (
     run_micro_batches,
     train_micro_batches,
 )
+from asyncrl.model.routes import RouteReplay
 from asyncrl.model.sharding import local_tensor
 from asyncrl.model.states import keep_apart
 from asyncrl.protocol.model_flops import ModelFlops
+from asyncrl.protocol.names import ACTOR
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUT_NAMES = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}
 _HEAD_CHECK_TOKENS = 4
+_NUM_ROUTED = "num_routed_tokens"  # those of which the statistics of routes are sums
 
 
 class TrainEngine:
@@ -130,6 +134,13 @@ class TrainEngine:
             self.module = self._load_whole(model, config, weights_dtype, weights)
         else:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh, weights)
+        # The routers of an actor that has routes in its data
+        self.routes: RouteReplay | None = None
+        if train.routes != "off" and model.name.partition("@")[0] == ACTOR:
+            replays = train.routes == "replay"
+            self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays)
+            size = self.routes.layout.bytes_per_token
+            logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
         self.num_tokens = 0  # of all sequences so far, in training and inference
         self.num_tokens_shared = 0  # of them, those that another sequence of their row has computed
@@ -374,6 +385,9 @@ class TrainEngine:
             of_sequences.append(own)
         self.module.micro_batches = packed
         self.module.lengths = of_sequences
+        if self.routes is not None:
+            padded = [micro_batch.input_ids.shape[1] for micro_batch in packed]
+            self.routes.set_up(batch, [micro_batch.sequences for micro_batch in plan], padded)
         self.module.temperature, self.module.newest = temperature, 0
         return Work(batch, plan)
 
@@ -449,10 +463,13 @@ class TrainEngine:
             if work.batch is None or not sequences:
                 return connected
             named = dict(zip(OUTPUT_NAMES[self.kind], outputs, strict=True))
-            data = {key: self._tensor(array) for key, array in work.batch.select(sequences).items()}
+            data = {key: self._tensor(array) for key, array in work.batch.select(sequences).items() if key != ROUTES}
             cu_seqlens = self._tensor(cu_seqlens_of([work.batch.lengths[i] for i in sequences]))
             loss, stats = loss_fn(named, data, cu_seqlens)
             _accumulate(local, {"loss": loss, **stats})
+            if self.routes is not None and ROUTES in work.batch.data:
+                _accumulate(local, self.routes.take_other(data["loss_mask"]))
+                _accumulate(local, {_NUM_ROUTED: data["loss_mask"].sum()})
             return loss if loss.requires_grad else loss + connected
 
         if self._mesh is not None and self.num_stages > 1:
@@ -467,7 +484,11 @@ class TrainEngine:
         self.module.micro_batches = ()
         if not self.is_last_stage:
             return {}
-        return self._reduce_stats({name: float(value) for name, value in local.items()})
+        reduced = self._reduce_stats({name: float(value) for name, value in local.items()})
+        num_routed = reduced.pop(_NUM_ROUTED, 0.0)
+        if self.routes is not None:
+            self.routes.check(reduced, num_routed)
+        return reduced
 
     def _gradient(self, loss: float, stop: str) -> tuple[float, bool, bool]:
         """Return (norm of the summed gradient, whether it and the loss are finite, whether any rank stops the step). The result is

@@ -45,9 +45,10 @@ from asyncrl.algorithms.ppo import PPOLoss, anchor_key, check_ppo_config, loss_d
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
+from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.data.words import words_error
-from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, is_one_update
+from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, is_one_update, uses_routes
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.dataflow.statistics import merge_stats
@@ -923,6 +924,7 @@ class PPOActorInterface(Interface):
         keys = [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         self.anchor_is_current = _PROXIMAL in keys and _PROXIMAL not in mfc.input_keys and is_one_update(train)
         self.keys += [key for key in keys if key != _PROXIMAL or not self.anchor_is_current]
+        self.keys += [ROUTES] if uses_routes(train) else []
         check_input_keys(mfc, self.keys)
         keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
         self.minibatches = Minibatches(train.ppo.minibatches, train.ppo.epochs, seed, train.batch_size)

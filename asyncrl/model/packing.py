@@ -232,7 +232,7 @@ class SequenceBatch:
         keys = [
             key
             for key in sample.keys
-            if ((spec := spec_of(key)) is None or spec.layout in ("token", "sequence"))
+            if ((spec := spec_of(key)) is None or spec.layout in ("token", "sequence") or spec.layout == "runs")
             and [len(lengths) for lengths in sample.seqlens[key]] == counts
         ]
         key_lengths = {

@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.data.model_limits import ModelLimits
+from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import SequenceSample, decode_sample
 from asyncrl.data.words import words_error
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
@@ -236,4 +237,11 @@ def trajectory_error(
         return f"bad_logprobs: up to {highest:g}; a logprob is never above 0"
     if error := words_error(sample, max_words_bytes):
         return f"bad_words: {error}"
+    if ROUTES in sample.data:
+        try:
+            counts = [len(Routes.decode(run)) for run in sample.slices(ROUTES)[0]]
+        except ValueError as error:
+            return f"bad_routes: {error}"
+        if counts != lengths:
+            return f"bad_routes: of {counts} tokens; the sequences have {lengths}"
     return ""

@@ -24,6 +24,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     rid: str
     return_logprob: bool = True
     priority: int = 0  # above 0: the request goes to the front of the queue
+    # Not in SGLang: number of input tokens whose routes the caller has from an earlier piece; the answer leaves them out
+    routes_from: int = 0
 
 
 class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +52,9 @@ class GenerateMeta(Struct, frozen=True, kw_only=True):
     weight_version: str
     weight_versions: list[VersionSpan]
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # None: the logprob was not a number
+    # Routes (data/routes.py) of the tokens from `routes_from` on, without that of the last token; empty without train.routes, and
+    # in an answer without a token
+    routed_experts: bytes = b""
 
 
 class GenerateReply(Struct, frozen=True, kw_only=True):

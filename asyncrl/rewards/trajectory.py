@@ -8,12 +8,13 @@ the ticket. With mode=sync, model/group_maker.py does all of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, TRAJECTORY_KEYS
 from asyncrl.protocol.trajectories import GroupSummary
@@ -39,6 +40,7 @@ class Response:
     versions: list[tuple[int, int]] = field(default_factory=list)
     # True: ended by EOS, or by a stop string of the OpenAI API. False: cut at max_new_tokens, or the server's context was full
     finished: bool = False
+    routes: Routes | None = None  # of all tokens but the last, from the first input token on (train.routes)
 
     def add_piece(self, output_ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int]]) -> None:
         """Append the result of one request. The runs in `versions` must cover the piece."""
@@ -54,6 +56,8 @@ class Response:
     def truncate(self, count: int) -> None:
         """Keep only the first `count` tokens."""
         del self.output_ids[count:], self.logprobs[count:]
+        if self.routes is not None:
+            self.routes = replace(self.routes, rows=self.routes.rows[: len(self.input_ids) + count - 1])
         left = count
         runs: list[tuple[int, int]] = []
         for version, length in self.versions:
@@ -136,6 +140,16 @@ class Episode:
         return bool(self.responses) and not self.responses[-1][1].finished
 
     @property
+    def routes(self) -> Routes | None:
+        """The routes of the tokens, to the last one that was computed. None: a response has none."""
+        found: Routes | None = None
+        for _, response in self.responses:
+            if response.routes is None:
+                return None
+            found = response.routes if found is None else found.joined(response.routes, start=0)
+        return found
+
+    @property
     def num_sampled(self) -> int:
         return sum(len(response.output_ids) for _, response in self.responses)
 
@@ -149,7 +163,8 @@ def build_sample(
 ) -> SequenceSample:
     """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
 
-    `words_answer_of_score` is there only if an episode has a Score, and `dense_rewards` only if one has rewards of tokens.
+    `words_answer_of_score` is there only if an episode has a Score, `dense_rewards` only if one has rewards of tokens, and
+    `routed_experts` only if all responses have routes.
     sessions: the index of each episode's session in the group, which becomes the key `sessions`; None: each episode is a session,
     and the key is absent.
     """
@@ -204,6 +219,12 @@ def build_sample(
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
     sample = SequenceSample((sample_id,), seqlens, data)
+    routes = [episode.routes for episode in episodes]
+    if not any(found is None for found in routes):
+        runs_of = [
+            found.encode(length=length) for found, length in zip(routes, lengths, strict=True) if found is not None
+        ]
+        sample = sample.update(SequenceSample.from_groups([sample_id], [{ROUTES: runs_of}]))
     answers = answers_of(episode.score for episode in episodes)
     return sample.update(SequenceSample.from_groups([sample_id], [{ANSWERS: answers}])) if answers else sample
 
@@ -227,6 +248,7 @@ def complete_sample(
     birth_time: float,
     dense_rewards: bool = False,
     branches: bool = False,
+    routes: bool = False,
     words: Sequence[str] = (),
 ) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
@@ -234,6 +256,7 @@ def complete_sample(
     words: train.words, which the agent may set. The answers of Scores (ANSWERS) are left out.
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
     branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
+    routes: whether train.routes needs `routed_experts`.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
@@ -241,12 +264,13 @@ def complete_sample(
         sample = sample.select_keys([key for key in sample.keys if key != ANSWERS])
     if sample.num_ids != 1:
         raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")
-    missing = [key for key in TRAJECTORY_KEYS if key not in sample.data and key not in _TICKET_KEYS]
+    needed = (*TRAJECTORY_KEYS, *((ROUTES,) if routes else ()))
+    missing = [key for key in needed if key not in sample.data and key not in _TICKET_KEYS]
     if missing:
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    read = {*TRAJECTORY_KEYS, *words, *((DENSE_REWARDS,) if dense_rewards else ()), *((SESSIONS,) if branches else ())}
+    read = {*needed, *words, *((DENSE_REWARDS,) if dense_rewards else ()), *((SESSIONS,) if branches else ())}
     unread = [key for key in sample.data if spec_of(key) is not None and key not in read]
     if unread == [SESSIONS]:
         raise ValueError(

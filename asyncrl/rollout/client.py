@@ -24,9 +24,11 @@ from typing import NoReturn, Protocol
 
 import aiohttp
 import msgspec
+import numpy as np
 from yarl import URL
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.routes import Routes
 from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status, classify, refuses_content
 from asyncrl.protocol.generation import GenerateReply, GenerateRequest, SamplingParams
 from asyncrl.protocol.manager import TRAININGS_TURN, ScheduleReply, Ticket
@@ -150,13 +152,16 @@ class PartialRolloutManager:
         request_timeout_s: float,
         turn_limit_s: float,
         max_requests: int,
+        with_routes: bool = False,
         pauses: Pauses | None = None,
     ) -> None:
-        """Call this on the event loop that uses the object. turn_limit_s: of the wait for the end of one of training's turns."""
+        """Call this on the event loop that uses the object. turn_limit_s: of the wait for the end of one of training's turns.
+        with_routes: the servers return routes (train.routes), and an answer without them is not valid."""
         self._chooser = chooser
         self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._chunk = new_tokens_per_chunk
         self._timeout_s, self._turn_limit_s = request_timeout_s, turn_limit_s
+        self._with_routes = with_routes
         self._pauses = pauses or Pauses()
         self._slots = asyncio.Semaphore(max_requests)
         self._waits = _ServerWaits(self._board, request_timeout_s)
@@ -226,8 +231,11 @@ class PartialRolloutManager:
             )
             try:
                 priority = int(bool(response.output_ids))  # a response that has begun goes before waiting requests
-                reply = await self._request(route, response.input_ids + response.output_ids, params, priority)
-                got = _add_piece(response, reply, asked)
+                routes_from = len(response.routes or ())
+                reply = await self._request(
+                    route, response.input_ids + response.output_ids, params, priority, routes_from
+                )
+                got = _add_piece(response, reply, asked, with_routes=self._with_routes)
                 reason = reply.meta_info.finish_reason.type
                 if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
                     raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
@@ -271,7 +279,7 @@ class PartialRolloutManager:
         )
 
     async def _request(
-        self, route: Route, input_ids: list[int], params: SamplingParams, priority: int
+        self, route: Route, input_ids: list[int], params: SamplingParams, priority: int, routes_from: int
     ) -> GenerateReply:
         """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected if the server refuses the prompt."""
         delays_s = iter(self._pauses.retry_s)
@@ -281,7 +289,9 @@ class PartialRolloutManager:
                 server, server_url, url, generate_url = route.server, route.server_url, route.url, route.generate_url
                 # The final dot ensures that no id is a prefix of another (SGLang aborts by prefix). Each try has a new id.
                 rid = f"{route.ticket.ticket_id}.{next(self._request_numbers)}."
-                request = GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid, priority=priority)
+                request = GenerateRequest(
+                    input_ids=input_ids, sampling_params=params, rid=rid, priority=priority, routes_from=routes_from
+                )
                 body = _ENCODER.encode(request)
                 status, failure = 0, ""
                 route.out[rid] = url
@@ -462,7 +472,7 @@ def _packed(version: str) -> int:
     return WeightVersion.parse(version).pack()
 
 
-def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
+def _add_piece(response: Response, reply: GenerateReply, asked: int, *, with_routes: bool) -> int:
     """Check a reply and append its tokens; returns their number. Raises _ServerLostError if the reply is inconsistent, and
     RolloutRejected if it is consistent but has an impossible logprob or token id."""
     output_ids, meta = reply.output_ids, reply.meta_info
@@ -491,8 +501,23 @@ def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
         raise _ServerLostError(str(error)) from error
     if end != got:
         raise _ServerLostError(f"the weight versions {meta.weight_versions} do not cover {got} tokens")
+    routes = _routes_of(response, meta.routed_experts, got) if with_routes and got else response.routes
     response.add_piece(output_ids, logprobs, runs)
+    response.routes = routes
     return got
+
+
+def _routes_of(response: Response, encoded: bytes, got: int) -> Routes:
+    """The routes of the response with a piece of `got` tokens. Raises _ServerLostError if there is not one for each token."""
+    try:
+        routes = Routes.decode(np.frombuffer(encoded, np.uint8))
+        if response.routes is not None:
+            routes = response.routes.joined(routes, start=len(response.routes))
+    except ValueError as error:
+        raise _ServerLostError(f"the routed experts are not valid: {error}") from error
+    if len(routes) != (computed := len(response.input_ids) + len(response.output_ids) + got - 1):
+        raise _ServerLostError(f"{len(routes)} tokens have routed experts; {computed} were computed")
+    return routes
 
 
 class _ServerWaits:

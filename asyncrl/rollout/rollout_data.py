@@ -29,7 +29,11 @@ class RolloutData:
         seed = config.worker.seed
         self._words, self._max_words_bytes = config.words, config.max_words_bytes
         self.complete = partial(
-            complete_sample, dense_rewards=config.dense_rewards, branches=config.branches, words=config.words
+            complete_sample,
+            dense_rewards=config.dense_rewards,
+            branches=config.branches,
+            routes=config.with_routes,
+            words=config.words,
         )
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path)
         if self.tokenizer.eos_token_id is None:

@@ -67,6 +67,7 @@ class RolloutWorker(Worker):
             new_tokens_per_chunk=int(rollout.new_tokens_per_chunk),
             request_timeout_s=rollout.request_timeout_s,
             turn_limit_s=rollout.rollout_timeout_s,
+            with_routes=self.config.with_routes,
             max_requests=_connection_limit(
                 rollout.max_concurrent_per_worker
                 * (rollout.group_size + max([1, *(chosen.num_responses for chosen in sets.values())])),

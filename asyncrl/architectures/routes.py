@@ -1,0 +1,99 @@
+"""The routers of mixtures of experts: which modules choose the experts, and the scores of experts that were chosen elsewhere.
+
+A router of transformers is a module that returns (logits, scores, experts). A forward hook sees its choice, and may replace the
+experts and their scores. The scores follow from the dense logits of all experts, so the router keeps its gradient.
+
+Shapes: T tokens, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.config.schema import ConfigError
+from asyncrl.data.routes import RouteLayout
+
+_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def _softmax_of_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    probs_TK = logits_TE.float().softmax(-1).gather(1, experts_TK)
+    return probs_TK / probs_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else probs_TK
+
+
+def _softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    return logits_TE.gather(1, experts_TK).softmax(-1)
+
+
+def _sigmoid(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    scores_TK = logits_TE.sigmoid().gather(1, experts_TK)
+    if router.norm_topk_prob:
+        scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20)
+    return scores_TK * float(router.routed_scaling_factor)
+
+
+# How a class of routers scores given experts, from its logits. tests/unit/test_routes.py compares each with the router itself
+ROUTERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "Qwen2MoeTopKRouter": _softmax_of_all,
+    "Qwen3MoeTopKRouter": _softmax_of_all,
+    "OlmoeTopKRouter": _softmax_of_all,
+    "MixtralTopKRouter": _softmax_of_all,
+    "GptOssTopKRouter": _softmax_of_chosen,
+    "DeepseekV3TopkRouter": _sigmoid,
+    "Glm4MoeTopkRouter": _sigmoid,
+}
+
+
+def scores_of(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The scores with which the router would weight these experts: [T, K]."""
+    scores_TK: Tensor = ROUTERS[type(router).__name__](router, logits_TE, experts_TK)
+    return scores_TK
+
+
+def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module]]:
+    """The routers of a model, in the order of its layers. Raises ConfigError if it has none, or if one is of a class that is not
+    in ROUTERS."""
+    what = f"train.routes: model_path={path!r}"
+    found: list[tuple[int, nn.Module]] = []
+    for name, block in model.named_modules():
+        if not any(_is_experts(child) for child in block.children()):
+            continue
+        routers = [child for child in block.children() if type(child).__name__ in ROUTERS]
+        numbers = _LAYER.findall(f"{name}.")
+        if len(routers) != 1 or len(numbers) != 1:
+            classes = ", ".join(type(child).__name__ for child in block.children())
+            raise ConfigError(
+                f"{what}: {name} ({classes}) has no router of a supported class ({', '.join(ROUTERS)}); set train.routes=off"
+            )
+        found.append((int(numbers[0]), routers[0]))
+    sizes = {(int(router.top_k), int(router.num_experts)) for _, router in found}  # type: ignore[arg-type]
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"{what} has {'experts of several sizes' if sizes else 'no experts'}; set train.routes=off, or use another model"
+        )
+    top_k, num_experts = sizes.pop()
+    if num_experts >= 0xFFFF:
+        raise ConfigError(
+            f"{what} has {num_experts} experts, more than the numbers of routes can hold; set train.routes=off"
+        )
+    return RouteLayout(tuple(number for number, _ in found), top_k, num_experts), [router for _, router in found]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether the module holds the weights of a layer's experts in tensors with one entry for each expert."""
+    return any(
+        isinstance(weight := getattr(module, name, None), Tensor) and weight.ndim == 3 for name in _EXPERT_WEIGHTS
+    )
+
+
+def replaced(router: nn.Module, output: tuple[Tensor, ...], experts_TK: Tensor, known_T: Tensor) -> tuple[Tensor, ...]:
+    """The router's output with these experts where they are known, and with its own elsewhere."""
+    logits_TE, scores_TK, own_TK = output
+    chosen_TK = torch.where(known_T[:, None], experts_TK, own_TK)
+    return logits_TE, scores_of(router, logits_TE, chosen_TK).to(scores_TK.dtype), chosen_TK

@@ -1,0 +1,58 @@
+"""The routes of running requests, for the embedded engine: each pass records which experts each layer chose for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.architectures.routes import routers_of
+from asyncrl.data.routes import Routes
+from asyncrl.generation.states import Row
+
+
+class RequestRoutes:
+    """Used on the generation thread, and on the control thread while that stands still. Its memory is bounded: routes of a request
+    are dropped when they are taken, or when a pass begins after the request's end."""
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        """Raises ConfigError if the model's routers are not known."""
+        self._layout, routers = routers_of(model, path)
+        self._chosen: list[Tensor] = []  # of the current pass, by layer: [T, K]
+        self._is_pass = False
+        self._routes: dict[str, Routes] = {}  # by request
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def _record(self, router: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        if self._is_pass:
+            self._chosen.append(output[2])
+
+    @contextmanager
+    def of_pass(self, rows: Sequence[Row], known: Container[str]) -> Iterator[None]:
+        """Record a pass over these tokens, in this order. known: as in RequestStates.of_pass."""
+        self._routes = {key: routes for key, routes in self._routes.items() if key in known}
+        self._chosen, self._is_pass = [], True
+        try:
+            yield
+        finally:
+            self._is_pass = False
+        chosen: Any = torch.cat(self._chosen, dim=1).cpu().numpy().astype(self._layout.dtype)
+        begin = 0
+        for row in rows:
+            new = Routes(self._layout, chosen[begin : begin + row.length])
+            begin += row.length
+            old = self._routes.get(row.key) or Routes(
+                self._layout, np.empty((0, self._layout.width), self._layout.dtype)
+            )
+            # A request that the cache had no room for computes its first tokens again: they keep their first routes
+            self._routes[row.key] = old.joined(new, start=row.first) if row.first + row.length > len(old) else old
+
+    def take(self, key: str) -> Routes | None:
+        """The routes of a request that ends. None: no pass has computed one of its tokens."""
+        return self._routes.pop(key, None)
