@@ -74,10 +74,12 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
     split, trains = grid.parts(MATRICES), mfc.kind == "train_step"
-    load = load_of(config, MFCDef.of(mfc), grid)
+    load = load_of(config, MFCDef.of(mfc), grid, model.path)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
-    budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches))
-    forward = shape.forward_flops(load.tokens, length) / grid.replica_size
+    budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches))
+    row_tokens, prefix = load.tokens - load.shared, load.prefix or 1
+    forward = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
+    forward /= grid.replica_size
     layers = math.ceil(shape.num_layers / grid.num_stages)
     whole = shape.parameters // grid.replica_size  # parameters, gathered from the data ranks
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
@@ -95,10 +97,10 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
             traffic[axis.name] = moved | scattered
         elif axis.splits == MATRICES:
             passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
-            rows = Collective(passes * layers * micro_batches, passes * layers * load.tokens * shape.hidden * value)
+            rows = Collective(passes * layers * micro_batches, passes * layers * row_tokens * shape.hidden * value)
             traffic[axis.name] = {"all_gather": rows, "reduce_scatter": rows}
         else:
-            received = (1 + trains) * load.tokens * shape.hidden * value // split
+            received = (1 + trains) * row_tokens * shape.hidden * value // split
             traffic[axis.name] = {"recv": Collective(micro_batches, received)}
     collectives = {
         collective_name(axis, operation): calls for axis, each in traffic.items() for operation, calls in each.items()
@@ -132,4 +134,5 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         collectives=collectives,
         model_flops=int(forward * (3 if trains else 1)),
         tokens=load.tokens,
+        shared=load.shared,
     )

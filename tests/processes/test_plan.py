@@ -71,6 +71,21 @@ def test_a_plan_agrees_with_real_ranks(case: Case, tmp_path: Path, ranks: RankPr
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
 
 
+@pytest.mark.parametrize(
+    ("grid", "role", "checkpointing"),
+    [("d2", "actor", True), pytest.param("m2", "actor", False, marks=pytest.mark.release)],
+)
+def test_a_plan_of_shared_prompts_agrees_with_real_ranks(
+    grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
+) -> None:
+    """Two groups of four sequences, and a shorter one, in each of three micro-batches."""
+    make_tiny_model(tmp_path)
+    lengths, counts = (160,) * 8 + (100,), (4, 4, 1)
+    found = compare(Case("qwen2", grid, role, checkpointing, 2, 3, lengths, prefix=64, counts=counts), tmp_path, ranks)
+    assert [one.predicted_traffic for one in found] == [one.measured_traffic for one in found]
+    assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
+
+
 def make_mixture_of_experts(path: Path) -> None:
     config = make_tiny_model(None, "qwen3").config.to_dict()
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
