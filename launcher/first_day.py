@@ -42,6 +42,7 @@ RUNS = (
     Run("shared devices", 1, ("allocation=transformers.d1@0+d1@0", "manager.max_head_offpolicyness=0")),
     Run("sglang", 2, ("allocation=sglang.d1+d1",)),
     Run("tensor ranks", 3, ("allocation=transformers.d1+m2",)),
+    Run("context ranks", 3, ("allocation=transformers.d1+c2",)),
     # Synchronous, so that each step needs the version that was broadcast before it
     Run(
         BROADCAST,

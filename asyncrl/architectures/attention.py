@@ -69,6 +69,7 @@ class LayerAttention:
 
     layer: int
     pattern: Pattern
+    num_heads: int
     num_key_heads: int
     key_width: int
     value_width: int
@@ -130,6 +131,7 @@ def read_attention(model: PreTrainedModel, path: object) -> list[LayerAttention]
             LayerAttention(
                 layer=int(getattr(module, "layer_idx", None) or 0),
                 pattern=pattern,
+                num_heads=query.shape[1],
                 num_key_heads=key.shape[1],
                 key_width=key.shape[3],
                 value_width=value.shape[3],

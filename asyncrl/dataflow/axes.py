@@ -2,6 +2,7 @@
 
     d2p1m2      two replicas (data), one pipeline stage (pipe), matrices split among two ranks (tensor)
     d4p1m1r2    two copies of the weights, each split among four ranks; all eight ranks share out the samples
+    d2p1m1c2    two replicas; the two ranks of each have successive parts of every packed row (context)
 
 Layouts are parsed and written, ranks are numbered, and process groups are made from the table. Other code asks a grid, a placement
 or a mesh: for the parts of the samples, layers or matrices, or for the group that sums losses. It names no axis, so a further axis
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 SAMPLES = "samples"  # of a batch: each rank has the weights, or a part of them that is gathered before its use
 LAYERS = "layers"  # of the model: each rank has a pipeline stage
 MATRICES = "matrices"  # of each layer: each rank has some rows or columns
+TOKENS = "tokens"  # of each packed row: each rank has successive ones, and in attention some heads of all of them
 # What is summed over the ranks along an axis
 LOSSES = "losses"  # losses, statistics and counts of a batch
 GRADIENTS = "gradients"  # of the weights
@@ -41,18 +43,20 @@ class Axis:
     sums: tuple[str, ...]  # what is summed over its ranks
     # Coordinate of the rank that stores the outputs of a replica; -1: the last one. Unused if the axis splits samples
     head: int = 0
-    # Its ranks hold equal weights and gradients. Only grids with several copies have such an axis
-    copies: bool = False
+    copies: bool = False  # its ranks hold equal weights and gradients
+    optional: bool = False  # a grid has this axis only if its size is above 1
 
 
 TABLE = (  # in the order of layouts such as d2p1m1, in which generation servers get their GPUs, too
     Axis("data", "d", SAMPLES, order=2, sums=(LOSSES, GRADIENTS, NORMS)),
     Axis("pipe", "p", LAYERS, order=0, sums=(NORMS,), head=-1),
-    Axis("tensor", "m", MATRICES, order=3, sums=(PARTIALS, NORMS)),
+    Axis("tensor", "m", MATRICES, order=4, sums=(PARTIALS, NORMS)),
+    # Ulysses (arXiv:2309.14509). Its ranks compute the loss of the same samples, so losses are not summed over them
+    Axis("context", "c", TOKENS, order=3, sums=(GRADIENTS, NORMS), optional=True),
     # Hybrid sharding (FSDP2): the ranks of a copy have successive numbers, so a copy may fill a host
-    Axis("copy", "r", SAMPLES, order=1, sums=(LOSSES, GRADIENTS, NORMS), copies=True),
+    Axis("copy", "r", SAMPLES, order=1, sums=(LOSSES, GRADIENTS, NORMS), copies=True, optional=True),
 )
-AXES = tuple(axis for axis in TABLE if not axis.copies)  # of a layout with one copy of the weights
+AXES = tuple(axis for axis in TABLE if not axis.optional)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class ParallelGrid:
         return math.prod(self.sizes)
 
     def parts(self, what: str) -> int:
-        """The number of parts into which samples, layers or matrices are split."""
+        """The number of parts into which samples, layers, matrices or rows of tokens are split."""
         return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.splits == what)
 
     @property
@@ -91,17 +95,37 @@ class ParallelGrid:
         return tuple(axis.name for axis in sorted(self.axes, key=lambda axis: axis.order) if what in axis.sums)
 
     @property
+    def sharding(self) -> tuple[str, ...]:
+        """The names of the axes whose ranks share out each copy of the weights (FSDP), in training order. They are neighbours."""
+        copies = {axis.name for axis in self.axes if axis.copies}
+        return tuple(name for name in self.summed(GRADIENTS) if name not in copies)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of parts into which FSDP splits each copy of the weights."""
+        return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.name in self.sharding)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP holds the weights: several ranks share them out, or have copies of them."""
+        return self.num_shards * self.num_copies > 1
+
+    @property
     def num_copies(self) -> int:
         """The number of copies of the weights, each of which is split among the other ranks."""
         return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.copies)
 
     def with_parts(self, parts: Mapping[str, int]) -> ParallelGrid:
-        """Return the grid with other numbers of parts of samples, layers or matrices. The weights have one copy if the number of
-        parts of the samples is given."""
+        """Return the grid with other numbers of parts of samples, layers, matrices or rows of tokens. The weights have one copy if
+        the number of parts of the samples is given."""
         sizes = dict(zip(self.axes, self.sizes, strict=True))
-        given = {axis: parts.get(axis.splits, size) for axis, size in sizes.items() if not axis.copies}
-        kept = {axis: size for axis, size in sizes.items() if axis.copies and axis.splits not in parts}
-        return replace(self, sizes=(*given.values(), *kept.values()), axes=(*given, *kept))
+        new = {
+            axis: sizes.get(axis, 1) if axis.splits not in parts else 1 if axis.copies else parts[axis.splits]
+            for axis in dict.fromkeys((*TABLE, *self.axes))
+            if axis in sizes or axis.optional
+        }
+        new = {axis: size for axis, size in new.items() if size != 1 or not axis.optional}
+        return replace(self, sizes=tuple(new.values()), axes=tuple(new))
 
     def only(self, *kept: str) -> ParallelGrid:
         """Return the grid that splits nothing else."""
@@ -109,9 +133,10 @@ class ParallelGrid:
 
     @classmethod
     def of_size(cls, size: int, axes: tuple[Axis, ...] = AXES) -> Iterator[ParallelGrid]:
-        """All grids with this number of ranks and one copy of the weights. The size of the table's first axis varies fastest."""
+        """All grids with this number of ranks along these axes. The size of the table's first axis varies fastest."""
         for sizes in _factors(size, len(axes)):
-            yield cls(sizes, axes=axes)
+            found = {axis: size for axis, size in zip(axes, sizes, strict=True) if size > 1 or not axis.optional}
+            yield cls(tuple(found.values()), axes=tuple(found))
 
     @classmethod
     def parse(cls, text: str, axes: tuple[Axis, ...] = TABLE) -> ParallelGrid:
@@ -127,13 +152,22 @@ class ParallelGrid:
         given = {letter: int(size) for letter, size in sizes}
         if len(given) != len(sizes):
             raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
-        axes = tuple(axis for axis in axes if not axis.copies or given.get(axis.letter, 1) > 1)
+        axes = tuple(axis for axis in axes if not axis.optional or given.get(axis.letter, 1) > 1)
         return cls(tuple(given.get(axis.letter, 1) for axis in axes), axes=axes)
 
     def __str__(self) -> str:
         if self.on_cpu:
             return f"cpu{self.num_replicas}"
         return "".join(f"{axis.letter}{size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+
+
+def problem_of_heads(query_heads: int, key_heads: int, size: int) -> str:
+    """Why so many context ranks cannot share out these heads; "": they can."""
+    if query_heads % size:
+        return f"{query_heads} attention heads do not divide evenly among {size} context ranks"
+    if key_heads % size and size % key_heads:
+        return f"{size} context ranks and {key_heads} heads of keys and values: neither divides the other evenly"
+    return ""
 
 
 def _factors(size: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Conflict, Problem, problems_among
-from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, TOKENS, ParallelGrid, problem_of_heads
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow, uses_routes
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import on_missing, worker_groups_of
@@ -92,8 +92,8 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
-    """Return why the model with this config.json cannot be trained in these pipeline stages and tensor parallel ranks, and the
-    remedy; "": it can. A mixture of experts can have only one rank."""
+    """Return why the model with this config.json cannot be trained in these pipeline stages, tensor parallel and context ranks, and
+    the remedy; "": it can. A mixture of experts can have only one rank."""
     nested = config.get("text_config")
     model = nested if isinstance(nested, dict) else config
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
@@ -110,10 +110,18 @@ def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
     sizes = {name: size for name, size in split.items() if isinstance(size, int)}
     uneven = [f"{size} {name}" for name, size in sizes.items() if size % grid.parts(MATRICES)]
     if not uneven:
-        return ""
+        return _problem_of_context(grid, sizes)
     common = math.gcd(*sizes.values())
     fitting = ", ".join(f"m{size}" for size in range(1, common + 1) if common % size == 0)
     return f"{', '.join(uneven)}, which do not divide evenly among its tensor parallel ranks: use {fitting}"
+
+
+def _problem_of_context(grid: ParallelGrid, sizes: Mapping[str, int]) -> str:
+    """sizes: the numbers of heads, which the tensor parallel ranks divide evenly."""
+    heads, key_heads = (size // grid.parts(MATRICES) for size in [*sizes.values()][:2])
+    problem = problem_of_heads(heads, key_heads, grid.parts(TOKENS))
+    fitting = ", ".join(f"c{size}" for size in range(1, heads + 1) if not problem_of_heads(heads, key_heads, size))
+    return problem and f"{problem}: use {fitting}"
 
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
@@ -266,9 +274,10 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
     """Settings that the allocation's engine needs but that are missing, and settings that it cannot use."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
-    one_copy = grid.with_parts({SAMPLES: grid.num_replicas})
+    served = grid.with_parts({SAMPLES: grid.num_replicas, TOKENS: 1})
+    trained = " and ".join(axis.letter for axis in grid.axes if axis.optional)
     return (
-        (grid != one_copy, "allocation", f"{grid} generates: r is for training; use {one_copy} for the same servers"),
+        (grid != served, "allocation", f"{grid} generates: {trained} is for training; use {served}"),
         (grid != fitting, "allocation", f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"),
         (
             "urls" in traits.settings and len(generation.urls) != grid.num_replicas,

@@ -1,9 +1,9 @@
 """Ranks of a layout's grid, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
 
-Training order is pipe, copy, data, tensor. The last axis varies fastest. With one copy of the weights,
+Training order is pipe, copy, data, context, tensor. The last axis varies fastest. With one copy of the weights and whole rows,
 rank = (pipe * data_size + data) * tensor_size + tensor.
-The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. The head stores and reports the replica's
-results. The heads of the first model also receive trajectories.
+The head of a data-parallel replica is its rank with context 0 and tensor 0 on the last pipeline stage. The head stores and reports
+the replica's results. The heads of the first model also receive trajectories.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessTopology:
 
 @functools.cache
 def training_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Training order: pipe, copy, data, tensor."""
+    """Training order: pipe, copy, data, context, tensor."""
     axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: entry[0].order)
     return ProcessTopology([axis.name for axis, _ in axes], [size for _, size in axes])
 
@@ -152,7 +152,7 @@ class ModelPlacement:
 
     @functools.cached_property
     def heads(self) -> tuple[int, ...]:
-        """For each replica, the worker that holds its outputs: the one with tensor rank 0 on the last pipeline stage."""
+        """For each replica, the worker that holds its outputs: the one with context 0 and tensor 0 on the last pipeline stage."""
         axes = list(zip(self.grid.axes, self.grid.sizes, strict=True))
         return tuple(
             worker

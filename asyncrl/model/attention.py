@@ -39,6 +39,7 @@ from transformers import AttentionInterface
 from asyncrl.architectures.attention import CAUSAL, LayerAttention, Pattern, attend, pattern_of
 from asyncrl.config.schema import TrainConfig
 from asyncrl.model.kernels import has_faster_sdpa, has_flash_attention
+from asyncrl.model.row_ranks import ContextRanks
 
 NAME = "asyncrl_packed"
 
@@ -163,6 +164,7 @@ class Segments:
     places: Tensor  # [T] int64: index of each token among the P places of the rectangles, which are stored one after another
     is_long: bool  # sdpa is faster than the varlen kernel. Compiled code depends on it, so it is not a length
     shared: SharedPrefixes | None = None
+    context: ContextRanks | None = None  # the ranks that share the row; None: this rank has all of it
 
     @classmethod
     def of(
@@ -236,7 +238,7 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output. With segments: [1, T, H, V], with zeros in the padding after the sequences. Without segments:
-    [batch, length, H, V], one sequence per row."""
+    [batch, length, H, V], one sequence per row. With context ranks, T is the number of this rank's tokens."""
     if position_bias is not None:
         raise ValueError(f"{NAME} attention does not support position_bias, which {type(module).__name__} requires")
     if dropout:
@@ -254,6 +256,10 @@ def packed_attention(
         return _causal(query, key, value, terms).transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:
         raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]} rows")
+    context = segments.context
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+        terms = terms if s_aux is None else replace(terms, sinks=context.own_heads(s_aux))
     num_tokens, num_all = segments.num_tokens, query.shape[2]
     query_THD, key_TKD, value_TKV = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
     why = why_rectangles(
@@ -280,7 +286,8 @@ def packed_attention(
         output_THV = _in_two_parts(*row, segments, scaling)
     else:
         output_THV = shared.written_out(lambda *whole: _in_rectangles(*whole, terms), row)
-    return pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
+    output = pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None]
+    return output if context is None else context.to_tokens(output), None
 
 
 def why_rectangles(

@@ -1,4 +1,4 @@
-"""Training engine: one rank of one Hugging Face model, in any layout of data, tensor and pipeline ranks.
+"""Training engine: one rank of one Hugging Face model, in any layout of data, context, tensor and pipeline ranks.
 
 Interfaces (asyncrl/model/interfaces.py) define what to compute. The engine loads the model, runs forward and backward in
 micro-batches within a token budget, sums gradients over ranks and steps the optimizer. sharding.py and pipeline.py split the model;
@@ -39,7 +39,7 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
+from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES, TOKENS, problem_of_heads
 from asyncrl.model import sharding
 from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
 from asyncrl.model.flops import flops_of
@@ -65,6 +65,7 @@ from asyncrl.model.pipeline import (
     train_micro_batches,
 )
 from asyncrl.model.routes import RouteReplay
+from asyncrl.model.row_ranks import ContextRanks
 from asyncrl.model.sharding import local_tensor
 from asyncrl.model.states import keep_apart
 from asyncrl.protocol.model_flops import ModelFlops
@@ -111,6 +112,9 @@ class TrainEngine:
         self.num_replicas = self._mesh.placement.grid.num_replicas if self._mesh is not None else 1
         self.num_stages = self._mesh.placement.grid.num_stages if self._mesh is not None else 1
         self.num_tensor_ranks = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
+        self.context: ContextRanks | None = None  # the ranks that share the rows of this one
+        if self._mesh is not None and self._mesh.placement.grid.parts(TOKENS) > 1:
+            self.context = ContextRanks(self._mesh.group_that_splits(TOKENS), self._mesh.parts[TOKENS])
         self.is_last_stage = self._mesh is None or self._mesh.is_last_stage
         self.is_head = self._mesh is None or self._mesh.is_head
 
@@ -209,6 +213,12 @@ class TrainEngine:
 
     def _read_attention(self, model: PreTrainedModel, path: str) -> None:
         layers = read_attention(model, path)
+        if self.context is not None and self._mesh is not None:
+            ranks, size = self.num_tensor_ranks, self.context.size
+            heads = ((layer.num_heads // ranks, layer.num_key_heads // ranks) for layer in layers)
+            if problem := next(filter(None, (problem_of_heads(*both, size) for both in heads)), ""):
+                remedy = f"use another c in the grid of {self._mesh.placement.name!r} ({self._mesh.placement.grid})"
+                raise ConfigError(f"model_path={path!r}: {problem}; {remedy}")
         self.why_rectangles = reasons_of(layers, self.device, self.dtype, long_tokens=self.long_tokens)
         self.why_written_out = reasons_to_write_out(layers, self.device, self.dtype)
 
@@ -235,7 +245,7 @@ class TrainEngine:
         tensor = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
         if grid.num_stages > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
-        by_fsdp = grid.num_replicas > 1  # FSDP casts by itself
+        by_fsdp = grid.uses_fsdp  # FSDP casts by itself
         stage = Stage(
             skeleton.model,
             model.kind,
@@ -342,7 +352,7 @@ class TrainEngine:
         self, sample: SequenceSample | None, *, min_count: int, temperature: float, budget: int | None = None
     ) -> Work:
         """Give the stage its micro-batches: the same number on all data ranks, and with a pipeline all of one length, which the
-        tensor ranks divide evenly. budget: tokens of a micro-batch; None: train.max_tokens_per_mb."""
+        context and tensor ranks divide evenly. budget: tokens of a micro-batch; None: train.max_tokens_per_mb."""
         batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
         lengths = batch.lengths if batch is not None else ()
         budget = budget or self.train.max_tokens_per_mb
@@ -363,7 +373,7 @@ class TrainEngine:
         self.num_tokens += sum(lengths)
         self.num_tokens_shared += sum(sum(micro_batch.copies) for micro_batch in plan)
         longest = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
-        parts = self._mesh.placement.grid.parts(MATRICES) if self._mesh is not None else 1
+        parts = self.num_tensor_ranks * (1 if self.context is None else self.context.size)
         packed, of_sequences = [], []
         for micro_batch in plan:
             # An empty micro-batch is one token without a target, so every parameter gets a gradient of zero
@@ -380,6 +390,7 @@ class TrainEngine:
                     device=self.device,
                     long_tokens=self.long_tokens,
                     shared=micro_batch.shared,
+                    context=self.context,
                 )
             )
             of_sequences.append(own)

@@ -1,23 +1,25 @@
 """A rank's coordinates in the grid of a model, and the process groups of its neighbours.
 
 Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of the ranks, in training
-order (pipe, copy, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole
-world: every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In this
-file a placement's workers are ranks.
+order (pipe, copy, data, context, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the
+whole world: every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In
+this file a placement's workers are ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.dataflow.axes import LAYERS, SUMS
+from asyncrl.dataflow.axes import LAYERS, SUMS, TOKENS
 from asyncrl.dataflow.topology import ModelPlacement
 
 
@@ -26,9 +28,9 @@ class ModelMesh:
     """The mesh of one model, from the point of view of one rank."""
 
     placement: ModelPlacement
-    device_mesh: DeviceMesh  # its dims are the axes, in training order
+    device_mesh: DeviceMesh  # its dims are the axes, in training order. Those that shard a copy of the weights are one
     rank: int
-    parts: Mapping[str, int]  # which part of the samples, layers and matrices this rank has
+    parts: Mapping[str, int]  # which part of the samples, layers, matrices and rows this rank has
     groups: Mapping[frozenset[str], dist.ProcessGroup]  # by the axes along which the group's ranks differ
 
     @classmethod
@@ -41,19 +43,20 @@ class ModelMesh:
                 f"model {placement.name!r}: its workers are {list(placement.workers)}; list them in ascending order"
             )
         topology, rank = placement.topology, dist.get_rank()
-        device_mesh = DeviceMesh(
-            device_type, torch.tensor(placement.workers).reshape(topology.dims), mesh_dim_names=topology.axes
-        )
+        dims, sizes = _dims(placement), dict(zip(topology.axes, topology.dims, strict=True))
+        workers = torch.tensor(placement.workers).reshape([math.prod(sizes[axis] for axis in dim) for dim in dims])
+        device_mesh = DeviceMesh(device_type, workers, mesh_dim_names=tuple(map("_".join, dims)))
         groups: dict[frozenset[str], dist.ProcessGroup] = {}
         wanted = [frozenset(topology.axes), *(frozenset(placement.grid.summed(what)) for what in SUMS)]
-        for names in (names for names in dict.fromkeys(wanted) if len(names) > 1):
+        wanted += [frozenset({name}) for name in topology.axes]
+        for names in (names for names in dict.fromkeys(wanted) if names not in map(frozenset, dims)):
             for ranks in placement.groups(*names):
                 group = dist.new_group(list(ranks))
                 if rank in ranks:
                     groups[names] = group
         if rank not in placement.workers:
             return None
-        groups |= {frozenset({name}): device_mesh.get_group(name) for name in topology.axes}
+        groups |= {frozenset(dim): device_mesh.get_group("_".join(dim)) for dim in dims}
         parts = {axis.splits: placement.part_of(rank, axis.splits) for axis in placement.grid.axes}
         return cls(placement, device_mesh, rank, parts, groups)
 
@@ -67,12 +70,13 @@ class ModelMesh:
         return self.group(*self.placement.grid.summed(what))
 
     def group_that_splits(self, what: str) -> dist.ProcessGroup:
-        """The ranks that share out the samples, layers or matrices that this rank has a part of."""
+        """The ranks that share out the samples, layers, matrices or rows that this rank has a part of."""
         return self.group(*(axis.name for axis in self.placement.grid.axes if axis.splits == what))
 
     def submesh(self, what: str) -> DeviceMesh:
         """The mesh of group_that_sums(what)."""
-        return self.device_mesh[self.placement.grid.summed(what)]
+        names = {*self.placement.grid.summed(what)}
+        return self.device_mesh[tuple("_".join(dim) for dim in _dims(self.placement) if names.issuperset(dim))]
 
     def label(self, names: Collection[str]) -> str:
         """The name of a group in reports and plans: the axes along which its ranks differ, or `model` for all of them."""
@@ -82,10 +86,11 @@ class ModelMesh:
     def collectives(self) -> dict[str, int]:
         """The number of collectives that this rank has entered in each of its groups, except pipe groups: those send and receive.
         Any thread may call it."""
-        summed = dict.fromkeys(self.placement.grid.summed(what) for what in SUMS)
+        grid = self.placement.grid
+        used = [*map(grid.summed, SUMS), *((axis.name,) for axis in grid.axes if axis.splits == TOKENS)]
         device = torch.device(self.device_mesh.device_type)
         entered = {}
-        for names in summed:
+        for names in dict.fromkeys(used):
             group = self.group(*names)
             if group.size() > 1:
                 first = dist.get_process_group_ranks(group)[0]
@@ -113,3 +118,9 @@ class ModelMesh:
     def is_head(self) -> bool:
         """Whether this rank stores and reports the outputs of its replica."""
         return self.rank in self.placement.heads
+
+
+def _dims(placement: ModelPlacement) -> list[tuple[str, ...]]:
+    """The axes of each dim of the mesh: FSDP splits the weights along one dim."""
+    sharding = placement.grid.sharding
+    return [tuple(dim) for _, dim in groupby(placement.topology.axes, lambda axis: "" if axis in sharding else axis)]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from asyncrl.data.sequence import Array, SequenceSample, spec_of
 from asyncrl.model.attention import Segments, row_of
+from asyncrl.model.row_ranks import ContextRanks, Predictions
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,7 @@ class Packed:
     predicted: Tensor  # [N] int64: the places of those tokens
     num_tokens: int  # T
     places: Tensor | None = None  # [L] int64: of the tokens of the sequences; None: no tokens are shared, so L is T
+    own: Predictions | None = None  # those of this context rank; None: it has the whole row
 
     @classmethod
     def of(
@@ -337,9 +339,11 @@ class Packed:
         device: torch.device | str = "cpu",
         long_tokens: float = math.inf,
         shared: Sequence[tuple[int, int]] = (),
+        context: ContextRanks | None = None,
     ) -> Packed:
         """packed_ids: the sequences of the micro-batch, one after another. pad_to: minimum of T', which is at least 1.
-        long_tokens: as in Segments.of. shared: as in MicroBatch."""
+        long_tokens: as in Segments.of. shared: as in MicroBatch. context: the ranks that share the row; their number must divide
+        T'."""
         cu_seqlens = cu_seqlens_of(lengths)
         if len(packed_ids) != cu_seqlens[-1]:
             raise ValueError(f"{len(packed_ids)} token ids, but the sequences have {cu_seqlens[-1]} tokens in total")
@@ -360,12 +364,17 @@ class Packed:
             """The places in the row of these tokens of the sequences."""
             return on_device(places_L[tokens_N])
 
+        own = None
+        if context is not None:
+            num_own, places = len(input_ids) // context.size, (places_L[predicted - 1], places_L[predicted])
+            own = Predictions.of(*places, num_tokens=num_own, ranks=context, device=device)
         return cls(
             on_device(input_ids[None]),
             on_device(position_ids[None]),
-            segments,
+            replace(segments, context=context),
             to_device(predicted - 1),
             to_device(predicted),
             num_tokens,
             on_device(places_L) if any(tokens for _, tokens in shared) else None,
+            own,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,22 +107,28 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor | Outputs:
         """x: on the first stage the number of the micro-batch, [1, 1]; on other stages the previous stage's hidden states [1, T',
-        H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states. With m tensor
-        ranks, hidden states are those of the rank's own T' / m tokens, also between stages."""
+        H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states. With c context and
+        m tensor ranks, hidden states are those of the rank's own T' / (c * m) tokens, also between stages."""
         number = x if number is None else number
         self.newest = int(number)
         packed = self.micro_batches[self.newest]
+        context = packed.segments.context
+        ids, positions = packed.input_ids, packed.position_ids
+        if context is not None:
+            ids, positions = context.own(ids), context.own(positions)
         with self.autocast():
-            inputs = {"input_ids": packed.input_ids} if self.is_first else {"inputs_embeds": x}
+            inputs = {"input_ids": ids} if self.is_first else {"inputs_embeds": x}
             hidden_1TH: Tensor = backbone_of(self.model)(
-                **inputs, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
+                **inputs, position_ids=positions, segments=packed.segments, use_cache=False
             ).last_hidden_state
             if not self.is_last:
                 return hidden_1TH.to(self.hidden_dtype)
             if self.kind == "lm":
                 return self._logprobs(self.tensor.gather(hidden_1TH)[0] if self.tensor else hidden_1TH[0], packed)
         scores_1T = self._scores(hidden_1TH)
-        scores_T = (self.tensor.gather_results(scores_1T) if self.tensor else scores_1T)[0]
+        for ranks in filter(None, (self.tensor, context)):
+            scores_1T = ranks.gather_results(scores_1T)
+        scores_T = scores_1T[0]
         scores_L = scores_T[: packed.num_tokens] if packed.places is None else scores_T.index_select(0, packed.places)
         ends = torch.tensor(self.lengths[int(number)]).cumsum(0) - 1
         return (scores_L if self.kind == "value" else scores_L[ends],)
@@ -135,10 +142,11 @@ class Stage(nn.Module):
         """Compute logprobs and entropy so that position t describes token t. Both are 0 for the first token of each sequence. A
         token of a shared prefix is computed once."""
         layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        logprobs_N, entropy_N = token_logprobs(
-            hidden_TH[packed.predictors],
+        own = packed.own or packed
+        results = token_logprobs(
+            hidden_TH[own.predictors],
             local_tensor(layer.weight),
-            packed.input_ids[0, packed.predicted],
+            packed.input_ids[0, own.predicted],
             temperature=self.temperature / self.logits.scale,
             cap=self.logits.cap,
             chunk_tokens=self._chunk_tokens,
@@ -146,6 +154,10 @@ class Stage(nn.Module):
             tensor_group=None if self.tensor is None else self.tensor.group,
             vocab_start=0 if self.tensor is None else self.tensor.vocab_start,
         )
+        if packed.own is not None and packed.segments.context is not None:
+            logprobs_N, entropy_N = packed.own.gather(results, packed.segments.context)
+        else:
+            logprobs_N, entropy_N = results
         zeros_T = logprobs_N.new_zeros(packed.num_tokens)
         rows = (zeros_T.index_put((packed.predicted,), each_N) for each_N in (logprobs_N, entropy_N))
         return tuple(row_T if packed.places is None else row_T.index_select(0, packed.places) for row_T in rows)
@@ -309,5 +321,7 @@ def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
 
 def _hidden(stage: Stage, device: torch.device | str) -> Tensor:
     """Allocate a buffer for the previous stage's hidden states."""
-    length = stage.micro_batches[0].input_ids.shape[1] // (stage.tensor.group.size() if stage.tensor else 1)
+    packed = stage.micro_batches[0]
+    ranks = filter(None, (stage.tensor, packed.segments.context))
+    length = packed.input_ids.shape[1] // math.prod(each.size for each in ranks)
     return torch.empty(1, length, stage.hidden_size, dtype=stage.hidden_dtype, device=device)

@@ -91,6 +91,8 @@ def compile_checked(engine: TrainEngine, name: str, bound: float) -> None:
     why = ""
     if engine.num_tensor_ranks > 1:
         why = "its layers are split over tensor ranks"
+    elif engine.context is not None:
+        why = "its context ranks exchange heads, which compiled layers are not shown to compute"
     elif engine.with_state:
         why = f"{engine.with_state[0]} carries a state from token to token, which compiled layers are not shown to compute"
     elif engine.train.gradient_checkpointing and any(engine.why_rectangles[False]):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -48,6 +47,7 @@ from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.row_ranks import RowRanks
 from asyncrl.model.shards import Box
 
 logger = logging.getLogger(__name__)
@@ -425,31 +425,10 @@ def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class TensorRanks:
-    """The tensor ranks of a replica, from the point of view of one of them. Each has the same number of a row's tokens."""
+class TensorRanks(RowRanks):
+    """The tensor ranks of a replica, from the point of view of one of them."""
 
-    group: dist.ProcessGroup
-    part: int  # which part of a row and of the vocabulary this rank has
     vocab_start: int  # this rank's rows of the output layer begin at this word
-
-    def gather(self, part: Tensor) -> Tensor:
-        """[1, T / m, ...] of each rank -> [1, T, ...]. The gradient of a rank's part is the sum of the ranks' gradients."""
-        device = part.device.type
-        if torch.is_autocast_enabled(device):  # half the bytes; what computes on whole rows would cast them, too
-            part = part.to(torch.get_autocast_dtype(device))
-        return _Gather.apply(part, self.group)  # type: ignore[no-untyped-call, no-any-return]
-
-    def gather_results(self, part: Tensor) -> Tensor:
-        """Like gather, for results from which all ranks compute the same loss: each has the whole gradient, and takes its part."""
-        return _GatherResults.apply(part, self.group, self.part)  # type: ignore[no-untyped-call, no-any-return]
-
-    def sum(self, row: Tensor) -> Tensor:
-        """[1, T, ...] of each rank -> the sum over the ranks for this rank's tokens, [1, T / m, ...]."""
-        return _Sum.apply(row, self.group)  # type: ignore[no-untyped-call, no-any-return]
-
-    def own(self, row: Tensor) -> Tensor:
-        """[1, T, ...] -> this rank's tokens, [1, T / m, ...]. The gradient is 0 for the other tokens."""
-        return row.chunk(self.group.size(), dim=1)[self.part]
 
 
 def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path) -> TensorRanks:
@@ -558,52 +537,6 @@ def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: i
         common = math.gcd(*sizes.values())
         fitting = ", ".join(f"m{m}" for m in range(1, common + 1) if common % m == 0)
         raise ConfigError(f"{what} has {' and '.join(bad)}, which m{tensor_size} cannot split; {fitting} would fit")
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    row = part.new_empty(1, part.shape[1] * group.size(), *part.shape[2:])
-    dist.all_gather_into_tensor(row[0], part[0].contiguous(), group=group)
-    return row
-
-
-def _reduce_scatter(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = row.new_empty(1, row.shape[1] // group.size(), *row.shape[2:])
-    dist.reduce_scatter_tensor(part[0], row[0].contiguous(), group=group)
-    return part
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _GatherResults(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, number: int) -> Tensor:
-        ctx.of = group.size(), number
-        return _all_gather(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        size, number = ctx.of
-        return grad.chunk(size, dim=1)[number], None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, row: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(row, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
 
 
 def _gather_input(ranks: TensorRanks, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

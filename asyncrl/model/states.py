@@ -34,9 +34,13 @@ def keep_apart(model: PreTrainedModel) -> list[str]:
 def _separately(
     forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, segments: Segments | None = None, **options: Any
 ) -> Tensor:
-    """forward: of the module. hidden_states: [1, T', H], the sequences and then padding, whose outputs are zeros."""
+    """forward: of the module. hidden_states: [1, T', H], the sequences and then padding, whose outputs are zeros. With context
+    ranks: this rank's part of them; each rank computes the row, and returns the outputs of its part."""
     if segments is None or not segments.rectangles:
         return forward(hidden_states, *args, **options)
+    context = segments.context
+    if context is not None:
+        hidden_states = context.gather(hidden_states)
     num_tokens, num_all = segments.num_tokens, hidden_states.shape[1]
     row = [hidden_states[0, :num_tokens]]
 
@@ -45,4 +49,5 @@ def _separately(
         return in_rectangles(lambda rows_BWH: forward(rows_BWH, *args, **options), values, layout)
 
     output_TH = segments.shared.written_out(compute, row) if segments.shared is not None else compute(*row, segments)
-    return pad(output_TH, (0, 0, 0, num_all - num_tokens))[None]
+    output = pad(output_TH, (0, 0, 0, num_all - num_tokens))[None]
+    return output if context is None else context.own(output)

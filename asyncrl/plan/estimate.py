@@ -10,7 +10,7 @@ from collections import Counter
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import KEEP_ATTENTION, ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
+from asyncrl.dataflow.axes import LAYERS, MATRICES, TOKENS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
@@ -73,34 +73,38 @@ def _rank(
 def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: int) -> ModelStep:
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
-    split, trains = grid.parts(MATRICES), mfc.kind == "train_step"
-    load = load_of(config, MFCDef.of(mfc), grid, model.path)
+    split, context, trains = grid.parts(MATRICES), grid.parts(TOKENS), mfc.kind == "train_step"
+    load = load_of(config, MFCDef.of(mfc), grid)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
-    budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches))
-    row_tokens, prefix = load.tokens - load.shared, load.prefix or 1
-    forward = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
-    forward /= grid.replica_size
+    budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches) / context)
+    tokens = load.tokens // context  # of this rank
+    forward = shape.forward_flops(load.tokens, length) / grid.replica_size
     layers = math.ceil(shape.num_layers / grid.num_stages)
-    whole = shape.parameters // grid.replica_size  # parameters, gathered from the data ranks
+    whole = shape.parameters // (grid.num_stages * split)  # parameters, gathered from the ranks that share them out
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
     of_gradients = _FLOAT * whole * load.minibatches
+    passes = 3 if train.gradient_checkpointing and trains else 2 if trains else 1  # through each layer
+    if grid.num_shards > 1:
+        calls, gathers = micro_batches * layers, 2 if trains else 1
+        moved = {"all_gather": Collective(gathers * calls, gathers * micro_batches * whole * value)}
+        scattered = {"reduce_scatter": Collective(calls, micro_batches * whole * _FLOAT)} if trains else {}
+        traffic["_".join(grid.sharding)] = moved | scattered
     for axis, size in zip(grid.axes, grid.sizes, strict=True):
         if size == 1:
             continue
         if axis.copies:
-            shard = of_gradients * grid.num_copies // grid.num_replicas
+            shard = of_gradients // grid.num_shards
             traffic[axis.name] = {"all_reduce": Collective(load.minibatches * layers, shard)} if trains else {}
-        elif axis.splits == SAMPLES:
-            calls, gathers = micro_batches * layers, 2 if trains else 1
-            moved = {"all_gather": Collective(gathers * calls, gathers * micro_batches * whole * value)}
-            scattered = {"reduce_scatter": Collective(calls, micro_batches * whole * _FLOAT)} if trains else {}
-            traffic[axis.name] = moved | scattered
+        elif axis.splits == TOKENS:
+            heads = 2 * (shape.heads + max(shape.kv_heads, size * split)) // split  # queries, outputs, keys and values
+            of_token = heads * shape.head_dim * value
+            exchanged = Collective(2 * passes * layers * micro_batches, passes * layers * tokens * of_token)
+            traffic[axis.name] = {"all_to_all": exchanged}
         elif axis.splits == MATRICES:
-            passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
-            rows = Collective(passes * layers * micro_batches, passes * layers * row_tokens * shape.hidden * value)
+            rows = Collective(2 * passes * layers * micro_batches, 2 * passes * layers * tokens * shape.hidden * value)
             traffic[axis.name] = {"all_gather": rows, "reduce_scatter": rows}
-        else:
-            received = (1 + trains) * row_tokens * shape.hidden * value // split
+        elif axis.splits == LAYERS:
+            received = (1 + trains) * tokens * shape.hidden * value // split
             traffic[axis.name] = {"recv": Collective(micro_batches, received)}
     collectives = {
         collective_name(axis, operation): calls for axis, each in traffic.items() for operation, calls in each.items()
@@ -113,15 +117,11 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         entries += budget * of_attention * value // split
     kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
     logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split
-    unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)
+    unsharded = grid.uses_fsdp and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {
         "activations": kept * trains + of_layer,
         "logits": _LOGIT_BYTES * min(logits, _BLOCK_LOGITS),
-        "gathered": 2
-        * value
-        * (shape.layer_parameters + shape.vocab * shape.hidden)
-        // split
-        * (grid.num_replicas > 1),
+        "gathered": 2 * value * (shape.layer_parameters + shape.vocab * shape.hidden) // split * grid.uses_fsdp,
         "other": _FLOAT * whole * (trains and unsharded),
     }
     return ModelStep(
@@ -134,5 +134,4 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         collectives=collectives,
         model_flops=int(forward * (3 if trains else 1)),
         tokens=load.tokens,
-        shared=load.shared,
     )

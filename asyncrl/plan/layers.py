@@ -33,7 +33,7 @@ def sampled_layers(task: ShardTask, model: PreTrainedModel) -> tuple[int, int, i
     layers = list(getattr(model.base_model, "layers", ()))
     of_stage = layers_of_stage(len(layers), grid.num_stages, task.stage)
     own, period = len(of_stage), _period([_signature(layer) for layer in layers])
-    units = shard_units(model) if grid.num_replicas > 1 else []
+    units = shard_units(model) if grid.uses_fsdp else []
     each = len(units[0]) if units and len(units[0]) < own else 1
     if period > 1 and (each > 1 or (grid.num_stages > 1 and (own % period or of_stage.start % period))):
         return None  # a unit, or a stage, does not begin where a period does

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, TABLE, TOKENS, ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.topology import Allocation, DeviceSet, allocation_of
 from asyncrl.launch.checks.model_files import read_config
@@ -130,7 +130,8 @@ def _with(config: ExperimentConfig, allocation: object) -> ExperimentConfig:
 
 
 def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation]:
-    """The allocations of exactly num_gpus GPUs that the model can be split into. No tensor group spans two hosts."""
+    """The allocations of exactly num_gpus GPUs that the model can be split into. No tensor or context group spans two
+    hosts."""
     allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     model = read_config(config.model_path, "give a folder in Hugging Face format")
     serves = mode_of(config.mode).has_servers and allocation.traits.starts_servers
@@ -151,7 +152,9 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
 
 
 def _grids(size: int) -> Iterator[ParallelGrid]:
-    return (grid for grid in ParallelGrid.of_size(size) if grid.parts(MATRICES) <= GPUS_PER_HOST)
+    axes = tuple(axis for axis in TABLE if not axis.copies)
+    grids = ParallelGrid.of_size(size, axes)
+    return (grid for grid in grids if grid.parts(MATRICES) * grid.parts(TOKENS) <= GPUS_PER_HOST)
 
 
 def _layout(plan: RunPlan, *, planned: bool) -> Layout:

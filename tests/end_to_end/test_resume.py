@@ -168,9 +168,10 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("layout", ["m2", "m2p2", "d2m2", "d2m2r2"])
+@pytest.mark.parametrize("layout", ["m2", "m2p2", "d2m2", "d2m2r2", "d2c2"])
 def test_tensor_ranks_that_are_killed_end_with_the_weights_of_one_rank(runs: Runs, layout: str) -> None:
-    """Each process of the run is killed within a step. Tensor ranks split the rows of tokens; `r` makes copies of the weights."""
+    """Each process of the run is killed within a step. Tensor and context ranks split the rows of tokens; `r` makes copies of the
+    weights."""
     overrides = [f"allocation=transformers.d1+{layout}", f"trial={layout}"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *EXACT, *overrides) as run:
         killed = run.run_dir

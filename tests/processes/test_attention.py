@@ -307,7 +307,14 @@ def test_each_kernel_of_a_gpu_gives_the_same_update(monkeypatch, is_long, window
 def test_the_log_names_the_kernel_of_each_layer(on_gpu):
     def layer(number: int, sinks: bool) -> LayerAttention:
         return LayerAttention(
-            number, CAUSAL, num_key_heads=2, key_width=64, value_width=64, has_softcap=False, has_sinks=sinks
+            number,
+            CAUSAL,
+            num_heads=2,
+            num_key_heads=2,
+            key_width=64,
+            value_width=64,
+            has_softcap=False,
+            has_sinks=sinks,
         )
 
     layers = [layer(number, sinks=number == 1) for number in range(3)]

@@ -116,7 +116,15 @@ def share(model: TrainEngine | None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("grid", "ref_grid"),
-    [("d1", "d1"), ("d3", "m2"), ("p2m2", "p2"), ("d2p2", "d2m2"), ("d2p2m2", "d2"), ("d2m2r2", "d2r2")],
+    [
+        ("d1", "d1"),
+        ("d3", "m2"),
+        ("p2m2", "p2"),
+        ("d2p2", "d2m2"),
+        ("d2p2m2", "d2"),
+        ("d2m2r2", "d2r2"),
+        ("d2c2", "c2m2"),
+    ],
 )
 def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_grid):
     size = max(placement("a", grid).grid.size, placement("a", ref_grid).grid.size)

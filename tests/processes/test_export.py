@@ -28,7 +28,7 @@ from tests.support.families import make_family
 from tests.support.rank_processes import RankProcesses
 
 V1 = WeightVersion(1, 1)
-GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2", "d2m2r2"]
+GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2", "d2m2r2", "d2c2", "c2m2"]
 MAX_BYTES = 3000  # limit of the bytes in transit at a rank: so low that there are many rounds, and tensors in pieces
 
 

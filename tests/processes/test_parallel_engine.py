@@ -1,4 +1,5 @@
-"""The training engine on several ranks: the same batch gives the same update in every layout of data, pipeline and tensor ranks.
+"""The training engine on several ranks: the same batch gives the same update in every layout of data, context, pipeline and
+tensor ranks.
 
 All cells run in eight rank processes. A cell uses the first of them, with meshes that all ranks have made together.
 """
@@ -38,10 +39,10 @@ from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from tests.support.family_table import default_config
 from tests.support.rank_processes import RankProcesses
 
-GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2")
-RARE_GRIDS = ("r2", "d2m2r2", "d2p2r2")
+GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2", "c2", "d2c2", "c2m2", "c2p2", "c2r2")
+RARE_GRIDS = ("r2", "d2m2r2", "d2p2r2", "c4", "d2p2c2", "d2c2r2", "p2c2m2")
 ALL_GRIDS = (*GRIDS, *(pytest.param(grid, marks=pytest.mark.release) for grid in RARE_GRIDS))
-OTHER_GRIDS = ("p3", "m4", "p4")
+OTHER_GRIDS = ("p3", "m4", "p4", "c3", "c8")
 # eps: a gradient that is zero except for rounding (of the key projection's bias) must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
 TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
@@ -466,7 +467,8 @@ def test_layers_with_a_state(ranks, tmp_path, family, checkpointing):
     expected = logprobs_and_gradients(0, "", Cell(str(tmp_path), train=replace(TRAIN, max_tokens_per_mb=1)))
     cell = Cell(str(tmp_path), train=replace(MICRO, gradient_checkpointing=checkpointing))
     ranks.run(make_meshes)
-    for grid in ("d1", "d2", "m2", "p2", "d2p2m2") if family == "qwen3_5_text" else ("d1", "d2"):
+    grids = ("d1", "d2", "m2", "p2", "d2p2m2", "c2", "d2c2") if family == "qwen3_5_text" else ("d1", "d2", "c2")
+    for grid in grids:
         size = ParallelGrid.parse(grid).size
         found = [logprobs_and_gradients(0, "", cell)]
         if size > 1:
@@ -475,6 +477,44 @@ def test_layers_with_a_state(ranks, tmp_path, family, checkpointing):
         for name, value in ((name, value) for one in found for name, value in one.items()):
             most = np.abs(expected[name]).max()
             np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5 * most, err_msg=f"{grid} {name}")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3_text", "mistral", "deepseek_v3"])
+def test_attention_of_context_ranks(ranks, tmp_path, family):
+    """Sinks, windows, soft caps, and keys that are wider than values."""
+    save_with_noise(family, str(tmp_path))
+    cell = Cell(str(tmp_path), train=MICRO)
+    expected = logprobs_and_gradients(0, "", cell)
+    ranks.run(make_meshes)
+    found = ranks.run(logprobs_and_gradients, "c2", cell, num_ranks=2)
+    assert {name for one in found for name in one} == expected.keys()
+    for name, value in ((name, value) for one in found for name, value in one.items()):
+        most = np.abs(expected[name]).max()
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5 * most, err_msg=name)
+
+
+def saved_bytes(rank: int, grid: str, path: str, checkpointing: bool) -> int:
+    """The bytes that backward needs of a row of 1,000 tokens. Collective."""
+    engine = make_engine(grid, path, train=replace(TRAIN, gradient_checkpointing=checkpointing))
+    storages: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)  # a storage that is freed would give its address to another one
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.try_step(make_sample((401, 599)), Loss(10.0), temperature=0.7)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_context_ranks_share_the_activations(ranks, paths, checkpointing):
+    ranks.run(make_meshes)
+    (whole,) = ranks.run(saved_bytes, "", paths["llama"], checkpointing, num_ranks=1)
+    for found in ranks.run(saved_bytes, "c2", paths["llama"], checkpointing, num_ranks=2):
+        assert found <= 0.55 * whole
 
 
 def test_ranks_in_the_middle_of_a_larger_world(ranks, paths):
@@ -490,7 +530,9 @@ def run_in_the_middle(rank: int, cell: Cell) -> Outcome | None:
     return None if mesh is None else run_cell(rank, "middle", cell)
 
 
-@pytest.mark.parametrize(("choice", "grids"), [(True, ("d2m2", "p2m2")), ("attention", ("d2", "m2", "p2"))])
+@pytest.mark.parametrize(
+    ("choice", "grids"), [(True, ("d2m2", "p2m2", "c2m2")), ("attention", ("d2", "m2", "p2", "c2"))]
+)
 def test_gradient_checkpointing(ranks, paths, choice, grids):
     train = replace(MICRO, gradient_checkpointing=choice)
     compare(ranks, Cell(paths["llama"], train=train), grids)
@@ -900,11 +942,13 @@ def refusal(rank: int, grid: str, path: str) -> str:
     [
         ("m4", "has 2 key heads, which m4 cannot split; m1, m2 would fit"),
         ("p4", "has 3 layers, fewer .*; use at most p3"),
+        ("c3", "4 attention heads do not divide evenly among 3 context ranks; use another c"),
+        ("c8", "4 attention heads do not divide evenly among 8 context ranks; use another c"),
     ],
 )
 def test_a_grid_that_the_model_does_not_fit_is_refused_with_one_that_would(ranks, paths, grid, reason):
     ranks.run(make_meshes)
-    for told in ranks.run(refusal, grid, paths["tied"], num_ranks=4):
+    for told in ranks.run(refusal, grid, paths["tied"], num_ranks=ParallelGrid.parse(grid).size):
         assert told.startswith(f"model_path={paths['tied']!r}: ")
         assert re.search(reason, told), told
 
@@ -937,7 +981,7 @@ def deep(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("grid", ["d2", "m2", "p2"])
+@pytest.mark.parametrize("grid", ["d2", "m2", "p2", "c2"])
 def test_rounding_of_a_deep_model_is_no_fault_on_several_ranks(ranks, deep, grid):
     ranks.run(make_meshes)
     size = ParallelGrid.parse(grid).size

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from fake_axis import CONTEXT, TOKENS
+from fake_axis import SLICE, SLICES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.dataflow.axes import (
@@ -21,6 +21,8 @@ from asyncrl.dataflow.axes import (
     NORMS,
     PARTIALS,
     SAMPLES,
+    TABLE,
+    TOKENS,
     Axis,
     ParallelGrid,
 )
@@ -28,8 +30,8 @@ from asyncrl.dataflow.topology import ModelPlacement, training_topology
 from asyncrl.model.mesh import ModelMesh
 from tests.support.decisions import PACKAGE
 
-WITH_CONTEXT = (*AXES, CONTEXT)
-TABLES = pytest.mark.parametrize("axes", [AXES, WITH_CONTEXT], ids=["the table", "with a fourth axis"])
+WITH_SLICE = (*AXES, SLICE)
+TABLES = pytest.mark.parametrize("axes", [AXES, WITH_SLICE], ids=["the table", "with a fourth axis"])
 SIZES = (2, 3, 1, 2)
 
 
@@ -92,32 +94,60 @@ def fake_world() -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def test_a_sum_is_over_all_axes_whose_rows_name_it(fake_world: int) -> None:
-    grid = ParallelGrid.parse("d2p3m2c2", WITH_CONTEXT)
+@pytest.mark.parametrize(
+    ("axes", "letter", "splits", "losses"),
+    [(WITH_SLICE, "s", SLICES, {"data", "slice"}), (TABLE, "c", TOKENS, {"data"})],
+    ids=["with a fourth axis", "with context"],
+)
+def test_a_sum_is_over_all_axes_whose_rows_name_it(
+    fake_world: int, axes: tuple[Axis, ...], letter: str, splits: str, losses: set[str]
+) -> None:
+    grid = ParallelGrid.parse(f"d2p3m2{letter}2", axes)
     placement = ModelPlacement("actor", grid, tuple(range(24)))
     mesh = ModelMesh.make(placement, "cpu")
     assert mesh is not None
-    own = {axis.name: at for axis, at in zip(WITH_CONTEXT, placement.shards[fake_world].coordinates, strict=True)}
-    assert own == {"data": 1, "pipe": 0, "tensor": 1, "context": 1}
-    over = {LOSSES: {"data", "context"}, GRADIENTS: {"data", "context"}, PARTIALS: {"tensor"}, NORMS: {*own}}
+    own = {axis.name: at for axis, at in zip(grid.axes, placement.shards[fake_world].coordinates, strict=True)}
+    (further,) = own.keys() - {"data", "pipe", "tensor"}
+    assert own == {"data": 1, "pipe": 0, "tensor": 1, further: 1}
+    over = {LOSSES: losses, GRADIENTS: {"data", further}, PARTIALS: {"tensor"}, NORMS: {*own}}
     for what, names in over.items():
         found = dist.get_process_group_ranks(mesh.group_that_sums(what))
         assert mesh.group_that_sums(what) is mesh.group(*names)
         assert fake_world in found
-        assert len(found) == math.prod(grid.parts(axis.splits) for axis in WITH_CONTEXT if axis.name in names)
+        assert len(found) == math.prod(grid.parts(axis.splits) for axis in grid.axes if axis.name in names)
         for rank in found:  # differs along these axes only
-            other = zip(WITH_CONTEXT, placement.shards[rank].coordinates, strict=True)
+            other = zip(grid.axes, placement.shards[rank].coordinates, strict=True)
             assert {axis.name for axis, at in other if at != own[axis.name]} <= names
-    for what in (SAMPLES, LAYERS, MATRICES, TOKENS):
+    for what in (SAMPLES, LAYERS, MATRICES, splits):
         members = dist.get_process_group_ranks(mesh.group_that_splits(what))
         assert [placement.part_of(rank, what) for rank in members] == list(range(grid.parts(what)))
-    assert mesh.parts == {SAMPLES: 1, LAYERS: 0, MATRICES: 1, TOKENS: 1}
+    assert mesh.parts == {SAMPLES: 1, LAYERS: 0, MATRICES: 1, splits: 1}
     assert mesh.submesh(PARTIALS).get_group() is mesh.group("tensor")
     with pytest.raises(KeyError):
         mesh.group("data", "pipe")
 
 
-NAMES = {"data", "pipe", "tensor"}
+def test_weights_are_split_along_one_dim_of_the_mesh(fake_world: int) -> None:
+    """FSDP takes a mesh of two dims for copies of the weights."""
+    for text, dims in (("d2p3m2c2", (4,)), ("d3c2m2r2", (2, 6))):
+        grid = ParallelGrid.parse(text)
+        mesh = ModelMesh.make(ModelPlacement("actor", grid, tuple(range(24))), "cpu")
+        assert mesh is not None
+        assert mesh.submesh(GRADIENTS).shape == dims
+        assert (grid.num_shards, grid.num_copies) == (dims[-1], dims[0] if len(dims) > 1 else 1)
+
+
+def test_only_a_grid_with_several_ranks_along_an_optional_axis_has_it() -> None:
+    assert ParallelGrid.parse("d2c1r1") == ParallelGrid.parse("d2")
+    assert str(ParallelGrid.parse("r2c4")) == "d1p1m1c4r2"
+    grid = ParallelGrid.parse("d2m2").with_parts({TOKENS: 4})
+    assert grid == ParallelGrid.parse("d2m2c4")
+    assert grid.with_parts({TOKENS: 1}) == grid.only(SAMPLES, MATRICES) == ParallelGrid.parse("d2m2")
+    assert ParallelGrid.parse("d2c2r3").with_parts({SAMPLES: 4}) == ParallelGrid.parse("d4c2")
+    assert (grid.num_replicas, grid.replica_size) == (2, 8)
+
+
+NAMES = {"data", "pipe", "tensor", "context", "copy"}
 OWNERS = {"grid", "mesh", "placement", "generation", "shard", "topology", "at", "servers"}
 MAKERS = {"ParallelGrid", "get_rank", "group", "groups", "device_mesh", "worker_of"}
 

@@ -79,7 +79,8 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
         ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),
         ("allocation=transformers.d1m2+d2m2", "the engine transformers runs data parallel only: use d1p1m1"),
-        ("allocation=transformers.d2r2+d1", "d2p1m1r2 generates: r is for training; use d4p1m1 for the same servers"),
+        ("allocation=transformers.d2r2+d1", "d2p1m1r2 generates: r is for training; use d4p1m1"),
+        ("allocation=sglang.d1c2+d1", "d1p1m1c2 generates: c is for training; use d1p1m1"),
         ("allocation=sglang.d1p2+d1", "the engine sglang has no pipeline stages: use d1p1m1"),
         ("allocation=sglang.d1+actor_tran:d2m2", "'actor_tran' is neither an MFC nor a role of this run: did you mean"),
         (
@@ -778,6 +779,14 @@ def test_a_low_limit_of_open_files_is_refused(runnable, monkeypatch):
         (
             "allocation=transformers.d1+m4",
             "and 2 heads of keys and values, which do not divide evenly among its tensor parallel ranks: use m1, m2",
+        ),
+        (
+            "allocation=transformers.d1+c3",
+            "d1p1m1c3, and 4 attention heads do not divide evenly among 3 context ranks: use c1, c2, c4",
+        ),
+        (
+            "allocation=transformers.d1+m2c4",
+            "d1p1m2c4, and 2 attention heads do not divide evenly among 4 context ranks: use c1, c2",
         ),
         ("prompts.chat_template=true", "has no chat template; set prompts.chat_template=false"),
     ],

@@ -17,6 +17,7 @@ from asyncrl.model.packing import (
     prefixes_of,
     run_indices,
 )
+from asyncrl.model.row_ranks import Predictions
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -314,3 +315,36 @@ def test_a_row_with_a_shared_prefix_by_hand():
     assert packed.segments.cu_seqlens.tolist() == [0, 3, 5, 7]
     assert packed.segments.shared.whole.cu_seqlens.tolist() == [0, 3, 7, 9]
     assert MicroBatch((0, 1, 2), 7, shared).copies == [2]
+
+
+class FakeRanks:
+    """One of several context ranks."""
+
+    def __init__(self, part: int, size: int) -> None:
+        self.part, self.size = part, size
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    num_tokens=st.integers(1, 7),
+    data=st.data(),
+)
+def test_each_prediction_is_made_by_the_rank_that_has_its_predictor(size, num_tokens, data):
+    """Predictors come in any order, and several predictions may have the same one (shared prefixes)."""
+    places = st.integers(0, size * num_tokens - 1)
+    pairs = data.draw(st.lists(st.tuples(places, places), max_size=20))
+    predictors, predicted = (np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1))
+    parts = [
+        Predictions.of(predictors, predicted, num_tokens=num_tokens, ranks=FakeRanks(part, size), device="cpu")
+        for part in range(size)
+    ]
+    assert len({len(part.predictors) for part in parts}) == 1
+    made = [
+        (number * num_tokens + int(predictor), int(token))
+        for number, part in enumerate(parts)
+        for predictor, token in zip(part.predictors, part.predicted, strict=True)
+    ]
+    for part in parts:
+        assert [made[place] for place in part.order] == pairs
+        assert all(0 <= int(predictor) < num_tokens for predictor in part.predictors)

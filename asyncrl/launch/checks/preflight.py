@@ -121,8 +121,8 @@ def _check_reads_tokens(field: str, path: str, tokenizer_path: str, model: Mappi
 
 
 def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> Iterator[ConfigError]:
-    """Check that each model can be split into the pipeline stages and tensor parallel ranks of its grid in the allocation, and that
-    a mixture of experts has only one rank."""
+    """Check that each model can be split into the pipeline stages, tensor parallel and context ranks of its grid in the allocation,
+    and that a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
         if placement.grid.on_cpu:
