@@ -43,7 +43,7 @@ from tests.support.training_side import TrainingSide, training_side
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.oracle]
 
-LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
+LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "c2", "d2c2", "c2m2", "c2p2", "c2r2")
 BUDGETS = {
     "whole": 100_000,
     "micro-batched": 30,
@@ -53,7 +53,7 @@ BUDGETS = {
 BATCHES = {"seven": {"a": 3, "b": 2, "c": 2}, "two": {"d": 2}}  # groups and their sequences, of 6 to 23 tokens
 CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in ("whole", "micro-batched")]
 # Fewer sequences than ranks, and fewer groups than data ranks
-CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2")]
+CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2", "d2c2")]
 CELLS += [("d1", "supervised", "seven"), ("m2", "supervised", "seven"), ("p2", "supervised", "seven")]
 CELLS += [(layout, "shared", "seven") for layout in (*LAYOUTS, "d2r2")]
 CELLS += [("d2", "supervised", "seven"), ("d2p2m2", "supervised", "seven"), ("d4", "supervised", "two")]
