@@ -70,6 +70,8 @@ class Home(ABC):
         peak_flops = sum(reply.peak_flops for reply in replies)
         if peak_flops and self.mfc.kind == "train_step":
             call.peak_s = sum(reply.flops for reply in replies) / peak_flops
+        shared = sum(reply.num_tokens_shared for reply in replies)
+        step.result.add_share(f"shared_tokens/{self.mfc.name}", shared, sum(reply.num_tokens for reply in replies))
         for worker, reply in zip(self.placement.workers, replies, strict=True):
             if reply.memory_bytes:  # a peak: a later reply never has less
                 step.result.stats[f"memory/model_worker_{worker}_bytes"] = float(reply.memory_bytes)

@@ -215,17 +215,30 @@ class Calls:
             engine.offload(folder=Path(self._info.run_dir))
 
     def _run_mfc_measured(self, body: ExecuteMFC) -> CallResult:
-        before = self._trained_flops()
+        before = self._counts()
         with self._trace.span(body.mfc, track="compute", version=body.version):
             result = self._run_mfc(body)
-        flops, peak = self._trained_flops() - before, self._config.train.peak_flops
+        flops, tokens, shared = (now - then for now, then in zip(self._counts(), before, strict=True))
+        peak = self._config.train.peak_flops
         if not peak and torch.cuda.is_available():
             peak = peak_flops(torch.cuda.get_device_name())
-        return msgspec.structs.replace(result, flops=flops, peak_flops=peak, memory_bytes=peak_memory_bytes())
+        return msgspec.structs.replace(
+            result,
+            flops=flops,
+            num_tokens=tokens,
+            num_tokens_shared=shared,
+            peak_flops=peak,
+            memory_bytes=peak_memory_bytes(),
+        )
 
-    def _trained_flops(self) -> int:
-        """FLOPs of training so far on the replicas of which this worker is the head."""
-        return sum(engine.trained_flops for engine in self.engines.values() if engine.is_head)
+    def _counts(self) -> tuple[int, int, int]:
+        """Of the replicas of which this worker is the head, so far: FLOPs of training, tokens, and shared tokens of them."""
+        heads = [engine for engine in self.engines.values() if engine.is_head]
+        return (
+            sum(engine.trained_flops for engine in heads),
+            sum(engine.num_tokens for engine in heads),
+            sum(engine.num_tokens_shared for engine in heads),
+        )
 
     def _run_mfc(self, body: ExecuteMFC) -> CallResult:
         """On the compute thread: run the MFC on this replica's part of the batch. The replica's head stores and reports results."""

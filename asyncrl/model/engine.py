@@ -77,6 +77,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUT_NAMES = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}
 _HEAD_CHECK_TOKENS = 4
 _NUM_ROUTED = "num_routed_tokens"  # those of which the statistics of routes are sums
+LEAST_SHARED = 0.05  # share of a batch's tokens, from which share_prefix=auto shares them
 
 
 class TrainEngine:
@@ -128,7 +129,7 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
-        self.shares_prefixes = train.share_prefix == "on"
+        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on"
         self.why_written_out: list[str] = []  # of each layer's attention; "": it computes a shared prefix once
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
@@ -143,6 +144,7 @@ class TrainEngine:
         if train.routes != "off" and model.name.partition("@")[0] == ACTOR:
             replays = train.routes == "replay"
             self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays)
+            self.shares_prefixes = False  # the engine may have chosen other experts for each copy of a token
             size = self.routes.layout.bytes_per_token
             logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
@@ -358,20 +360,23 @@ class TrainEngine:
         budget = budget or self.train.max_tokens_per_mb
         # A pipeline pads its micro-batches to the longest: there tokens are to be balanced
         cost = self.flops.of_batch if self.num_stages == 1 else sum
-        plan_for = partial(
-            plan_micro_batches,
-            lengths,
-            budget,
-            costs=[cost([length]) for length in lengths],
-            prefixes=prefixes_of(batch, cost) if batch is not None and self.shares_prefixes else (),
-            counts_copies=self._counts_copies,
-        )
-        plan = plan_for(min_count=min_count)
+        costs = [cost([length]) for length in lengths]
+        prefixes = prefixes_of(batch, cost) if batch is not None and self.shares_prefixes else []
+
+        def planned(least: int) -> list[MicroBatch]:
+            return plan_micro_batches(
+                lengths, budget, costs=costs, min_count=least, prefixes=prefixes, counts_copies=self._counts_copies
+            )
+
+        plan = planned(min_count)
+        if prefixes and self.train.share_prefix == "auto" and _num_shared(plan) < LEAST_SHARED * sum(lengths):
+            prefixes = []
+            plan = planned(min_count)
         count = self._largest(len(plan))
         if count > len(plan):
-            plan = plan_for(min_count=count)
+            plan = planned(count)
         self.num_tokens += sum(lengths)
-        self.num_tokens_shared += sum(sum(micro_batch.copies) for micro_batch in plan)
+        self.num_tokens_shared += _num_shared(plan)
         longest = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
         parts = self.num_tensor_ranks * (1 if self.context is None else self.context.size)
         packed, of_sequences = [], []
@@ -700,6 +705,11 @@ class Work:
         lengths = self.batch.lengths if self.batch is not None else ()
         copies = [tokens for micro_batch in self.plan for tokens in micro_batch.copies]
         return flops.of_batch(lengths, trains=trains) - flops.of_batch(copies, trains=trains)
+
+
+def _num_shared(plan: Iterable[MicroBatch]) -> int:
+    """Tokens that micro-batches do not compute because another of their sequences has computed them."""
+    return sum(sum(micro_batch.copies) for micro_batch in plan)
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

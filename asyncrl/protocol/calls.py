@@ -281,6 +281,10 @@ class CallResult(Struct, frozen=True, kw_only=True):
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
     unfetched: str = ""  # FetchData, FetchWeights: the missing data and the reason; a retry is safe and changes nothing
     flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model_flops.py)
+    # An MFC, from heads: tokens of this replica's sequences, once for each pass over them; of them, those that another sequence of
+    # their group computed (train.share_prefix)
+    num_tokens: int = 0
+    num_tokens_shared: int = 0
     model_flops: dict[str, ModelFlops] = {}  # Ping: of each model of which this worker has a rank
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)

@@ -164,6 +164,22 @@ def test_a_shared_prefix_counts_once(path_of: Callable[[str], Path]) -> None:
     assert engine.num_tokens_shared == 2 * sum(copies)  # in inference and in training
 
 
+@pytest.mark.parametrize(("prompt", "is_shared"), [(2, False), (3, True)])
+def test_auto_shares_where_that_saves_enough(path_of: Callable[[str], Path], prompt: int, is_shared: bool) -> None:
+    """Two sequences of 30 tokens: 2 of 60 tokens are less than 5 %, and 3 are not."""
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 60, prompt)
+    rows = [np.concatenate([first, [60 + number], rng.integers(0, 60, 29 - prompt)]) for number in range(2)]
+    sample = SequenceSample.from_groups(["g"], [{"packed_input_ids": rows}])
+    saved = {}
+    for choice in ("auto", "on", "off"):
+        model = ModelConfig("model", str(path_of("llama")), "d1", [0])
+        engine = TrainEngine(model, replace(ON, share_prefix=choice))
+        engine.logprobs(sample, temperature=1.0)
+        saved[choice] = engine.num_tokens_shared
+    assert saved == {"auto": prompt * is_shared, "on": prompt, "off": 0}
+
+
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 

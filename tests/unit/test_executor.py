@@ -139,7 +139,7 @@ class World:
         made = {"ids": part, "keys": list(function.output_keys), "stats": {f"{body.mfc}/x": 1.0}}
         if body.mfc in self.counts:
             made["state"] = {"calls": (body.state or {}).get("calls", 0.0) + 1}
-        return CallResult(**made, seconds=0.5, flops=50, **device)
+        return CallResult(**made, seconds=0.5, flops=50, num_tokens=8, num_tokens_shared=2, **device)
 
     async def until(self, happened):
         async with self.ran:
@@ -240,6 +240,7 @@ async def test_mfcs_of_disjoint_meshes_run_at_the_same_time():
         assert "actor_train/x" in result.stats
         # model FLOPs of all heads, over the peak of all workers of the model
         assert result.peak_s == {"actor_train": 0.5, "critic_train": 0.25}
+        assert result.stats["shared_tokens/actor_train"] == 0.25
         assert {result.stats[f"memory/model_worker_{i}_bytes"] - 1000 for i in range(5)} == set(range(5))
         assert result.stats["time/transfer_s"] == 0.0
         assert world.held == [set()] * 5  # no worker holds data any more
