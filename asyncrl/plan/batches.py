@@ -4,6 +4,9 @@ A step has train.batch_size * rollout.group_size sequences. Each has as many tok
 but at most train.max_tokens_per_mb. They are spread evenly over data ranks and minibatches. If the sequences of a rank fit into one
 micro-batch, they are that micro-batch. Otherwise micro-batches are full: they have train.max_tokens_per_mb tokens, the last
 sequence of each being shorter.
+
+With train.share_prefix the sequences of a group share their prompt in a micro-batch, and differ from their first response token on.
+A group that a full micro-batch has no room for is divided, and each part has the prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import minibatches_of
+from asyncrl.plan.shapes import ModelShape
 
 PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
 
@@ -29,6 +33,8 @@ class Load(msgspec.Struct, frozen=True):
     lengths: list[int]  # of the sequences of each micro-batch
     # Whether every micro-batch has these lengths. False: `lengths` are those of the whole minibatch, which a pipeline splits
     full: bool = True
+    prefix: int = 0  # tokens that the sequences of a group share; 0: none
+    counts: list[int] = []  # sequences of each group, in the order of `lengths`; empty: no tokens are shared
 
     @property
     def repeats(self) -> int:
@@ -36,8 +42,25 @@ class Load(msgspec.Struct, frozen=True):
         return self.minibatches * (self.micro_batches if self.full else 1)
 
     @property
+    def copies(self) -> list[int]:
+        """Tokens of each prefix that the rows of `lengths` do not repeat."""
+        parts = len(self.counts) if self.full else max(len(self.counts), min(self.micro_batches, len(self.lengths)))
+        return [self.prefix] * (len(self.lengths) - parts if self.counts else 0)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the rows of `lengths`."""
+        return sum(self.lengths) - sum(self.copies)
+
+    @property
     def tokens(self) -> int:
+        """Of all sequences."""
         return self.repeats * sum(self.lengths)
+
+    @property
+    def shared(self) -> int:
+        """Those of them that another sequence of their row has."""
+        return self.repeats * sum(self.copies)
 
 
 def prompt_tokens(config: ExperimentConfig) -> int:
@@ -50,8 +73,14 @@ def sequence_tokens(config: ExperimentConfig, response: int) -> int:
     return min(prompt_tokens(config) + response, config.train.max_tokens_per_mb)
 
 
-def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
-    """config: resolved (config/resolve.py)."""
+def shared_tokens(config: ExperimentConfig) -> int:
+    """Tokens of the prompt that the sequences of a group have in common; 0: none."""
+    prompt = prompt_tokens(config)
+    return prompt if config.rollout.group_size > 1 and prompt < config.train.max_tokens_per_mb else 0
+
+
+def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid, path: str) -> Load:
+    """config: resolved (config/resolve.py). path: folder of the model that computes the MFC. Raises PlanError."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step":
@@ -60,11 +89,46 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     length = sequence_tokens(config, config.rollout.sampling.max_new_tokens)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / grid.num_replicas)
     lengths = [length] * num_sequences
+    prefix = shared_tokens(config) if train.share_prefix == "on" else 0
+    group = config.rollout.group_size if prefix else 1
+    counts = _groups(num_sequences, group)
     if train.ptx is not None and mfc.name == TRAIN_MFC:
         texts = math.ceil(train.ptx.batch_size / minibatches / grid.num_replicas)
         lengths += [min(train.ptx.max_length, most)] * texts
-    count = math.ceil(sum(lengths) / most)
-    if count <= grid.num_stages:
-        return Load(minibatches, grid.num_stages, lengths, full=False)
-    whole, rest = divmod(most, length)
-    return Load(minibatches, count, [length] * whole + ([rest] if rest else []))
+        counts += [1] * texts
+    shared = {"prefix": prefix, "counts": counts} if group > 1 else {}
+    whole = Load(minibatches, grid.num_stages, lengths, full=False, **shared)  # type: ignore[arg-type]
+    in_full = group > 1 and computes_in_full(config, path)  # then the budget counts all tokens
+    if math.ceil((sum(lengths) if in_full else whole.row_tokens) / most) <= grid.num_stages:
+        return whole
+    filled, counts = _filled(most, length, *((0, 1) if in_full else (prefix, group)))
+    if in_full:
+        shares = sum(length > prefix for length in filled)
+        counts = _groups(shares, group) + [1] * (len(filled) - shares)
+    count = math.ceil(sum(lengths) / sum(filled))
+    return Load(minibatches, count, filled, **(shared and {"prefix": prefix, "counts": counts}))  # type: ignore[arg-type]
+
+
+def computes_in_full(config: ExperimentConfig, path: str) -> bool:
+    """Whether a layer of a model computes a shared prompt for each sequence on a GPU (model/engine.py `_counts_copies`)."""
+    return ModelShape.of(path).state is not None or config.train.dtype == "float32"
+
+
+def _groups(num_sequences: int, size: int) -> list[int]:
+    whole, rest = divmod(num_sequences, size)
+    return [size] * whole + [rest] * (rest > 0)
+
+
+def _filled(most: int, length: int, prefix: int, group: int) -> tuple[list[int], list[int]]:
+    """Lengths, and sequences of each group, of a micro-batch whose row has `most` tokens. group: sequences that share a prefix."""
+    lengths, counts, left = list[int](), list[int](), most
+    while left:
+        others = min(group - 1, (left - length) // (length - prefix)) if left > length else 0
+        lengths += [min(length, left)] + [length] * others
+        counts.append(1 + others)
+        left -= min(length, left) + others * (length - prefix)
+        if left and others < group - 1:  # the next one of the group, as far as it fits
+            lengths.append(prefix + left)
+            counts[-1] += 1
+            left = 0
+    return lengths, counts

@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.plan.batches import load_of, prompt_tokens, sequence_tokens
+from asyncrl.plan.batches import load_of, prompt_tokens, sequence_tokens, shared_tokens
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
 from asyncrl.plan.generation import ServerPlan
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
@@ -48,12 +48,23 @@ class TimeBound(msgspec.Struct, frozen=True):
         return "generation" if self.expected_generation_s > self.expected_training_s else "training"
 
 
+class Sharing(msgspec.Struct, frozen=True):
+    """What train.share_prefix=on saves in a train step, or would save, if micro-batches divide no group."""
+
+    is_on: bool
+    prompt_tokens: int
+    group_size: int
+    tokens: float  # share of a batch's tokens
+    flops: float  # share of the FLOPs
+
+
 @dataclass(frozen=True)
 class Placed:
     """A model's grid, and the number of hosts that its ranks are on."""
 
     grid: ParallelGrid
     num_hosts: int = 1
+    path: str = ""  # the model's folder
 
 
 def time_bound(
@@ -78,7 +89,7 @@ def time_bound(
         times = []
         for step in rank.steps:
             grid = placed[step.model].grid
-            load = load_of(config, mfcs[step.mfc], grid)
+            load = load_of(config, mfcs[step.mfc], grid, placed[step.model].path)
             computes, receives = step_times(step, placed[step.model], load.micro_batches, device)
             times.append((computes * of_flops, receives * (of_tokens if load.full else 1.0)))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
@@ -113,9 +124,37 @@ def time_bound(
 
 
 def _shares_of_full_length(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[float, float]:
-    """FLOPs and tokens of a sequence whose response has so many tokens, each as a share of those of the longest one."""
-    full, length = (sequence_tokens(config, new) for new in (config.rollout.sampling.max_new_tokens, response))
-    return shape.forward_flops(length, length) / shape.forward_flops(full, full), length / full
+    """FLOPs and tokens of a group whose responses have so many tokens, each as a share of those of the longest ones."""
+    (flops, tokens), (most, most_tokens) = (
+        _group(config, shape, new) for new in (response, config.rollout.sampling.max_new_tokens)
+    )
+    return flops / most, tokens / most_tokens
+
+
+def _group(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[float, int]:
+    """Forward FLOPs and tokens of a group whose responses have so many tokens."""
+    length, size = sequence_tokens(config, response), config.rollout.group_size
+    flops, tokens = _saved_by_sharing(config, shape) if config.train.share_prefix == "on" else (0.0, 0)
+    return shape.forward_flops(size * length, length) - flops, size * length - tokens
+
+
+def _saved_by_sharing(config: ExperimentConfig, shape: ModelShape) -> tuple[float, int]:
+    """Forward FLOPs and tokens of a group's prompt but for the first time. Layers with a state compute it each time."""
+    prefix = shared_tokens(config)
+    tokens = (config.rollout.group_size - 1) * prefix
+    return (shape.forward_flops(tokens, prefix) - tokens * shape.state_flops if tokens else 0.0), tokens
+
+
+def sharing_of(config: ExperimentConfig, shape: ModelShape, response: int) -> Sharing | None:
+    """None: no sequences have a prompt in common. response: tokens of the mean response; 0: all have the maximum."""
+    flops, tokens = _saved_by_sharing(config, shape)
+    if not tokens:
+        return None
+    length = sequence_tokens(config, response or config.rollout.sampling.max_new_tokens)
+    size = config.rollout.group_size
+    whole = shape.forward_flops(size * length, length)
+    is_on = config.train.share_prefix == "on"
+    return Sharing(is_on, shared_tokens(config), size, tokens / (size * length), flops / whole)
 
 
 def _mean_tokens(config: ExperimentConfig, response: int) -> int:

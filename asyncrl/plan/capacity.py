@@ -14,10 +14,11 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.checks.gpus import needed_gpus, num_gpus
 from asyncrl.launch.checks.memory import DTYPE_BYTES
-from asyncrl.plan.bounds import Placed, TimeBound, time_bound
+from asyncrl.plan.bounds import Placed, Sharing, TimeBound, sharing_of, time_bound
 from asyncrl.plan.devices import GPUS_PER_HOST, Device, library_bytes
 from asyncrl.plan.generation import ServerPlan, plan_server
 from asyncrl.plan.result import RankPlan
@@ -57,6 +58,7 @@ class RunPlan(msgspec.Struct, frozen=True):
     server: ServerPlan | None
     time: TimeBound
     shortages: list[Shortage]
+    sharing: Sharing | None = None  # of prompts in training; null: there is nothing to share
 
     @property
     def fits(self) -> bool:
@@ -98,6 +100,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner, 
         server=server,
         time=time_bound(config, ranks, placed, shape, server, device, in_turns=in_turns, mean_response=mean_response),
         shortages=[],
+        sharing=sharing_of(config, shape, mean_response) if ranks else None,
     )
     return msgspec.structs.replace(plan, shortages=list(_shortages(plan)))
 
@@ -132,13 +135,15 @@ def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str,
     if not mode_of(config.mode).trains:
         return {}
     first, named = needed_gpus(config)[0], allocation.generation_devices is not None
-    placements, _ = allocation.place(build_dataflow(config.train, config.mode))
+    placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
+    paths = {model.name: model.path for model in models_of(placements, mfcs, config.train, config.model_path)}
     placed = {}
     for placement in placements:
         if placement.grid.on_cpu:
             continue
         gpus = [allocation.device_of_worker(worker) if named else first + worker for worker in placement.workers]
-        placed[placement.name] = Placed(placement.grid, len({gpu // GPUS_PER_HOST for gpu in gpus}))
+        num_hosts = len({gpu // GPUS_PER_HOST for gpu in gpus})
+        placed[placement.name] = Placed(placement.grid, num_hosts, paths[placement.name])
     return placed
 
 

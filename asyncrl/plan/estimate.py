@@ -74,11 +74,12 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
     split, context, trains = grid.parts(MATRICES), grid.parts(TOKENS), mfc.kind == "train_step"
-    load = load_of(config, MFCDef.of(mfc), grid)
+    load = load_of(config, MFCDef.of(mfc), grid, model.path)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
-    budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches) / context)
-    tokens = load.tokens // context  # of this rank
-    forward = shape.forward_flops(load.tokens, length) / grid.replica_size
+    budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches) / context)
+    row_tokens, prefix = (load.tokens - load.shared) // context, load.prefix or 1
+    forward = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
+    forward /= grid.replica_size
     layers = math.ceil(shape.num_layers / grid.num_stages)
     whole = shape.parameters // (grid.num_stages * split)  # parameters, gathered from the ranks that share them out
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
@@ -98,13 +99,15 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         elif axis.splits == TOKENS:
             heads = 2 * (shape.heads + max(shape.kv_heads, size * split)) // split  # queries, outputs, keys and values
             of_token = heads * shape.head_dim * value
-            exchanged = Collective(2 * passes * layers * micro_batches, passes * layers * tokens * of_token)
+            exchanged = Collective(2 * passes * layers * micro_batches, passes * layers * row_tokens * of_token)
             traffic[axis.name] = {"all_to_all": exchanged}
         elif axis.splits == MATRICES:
-            rows = Collective(2 * passes * layers * micro_batches, 2 * passes * layers * tokens * shape.hidden * value)
+            rows = Collective(
+                2 * passes * layers * micro_batches, 2 * passes * layers * row_tokens * shape.hidden * value
+            )
             traffic[axis.name] = {"all_gather": rows, "reduce_scatter": rows}
         elif axis.splits == LAYERS:
-            received = (1 + trains) * tokens * shape.hidden * value // split
+            received = (1 + trains) * row_tokens * shape.hidden * value // split
             traffic[axis.name] = {"recv": Collective(micro_batches, received)}
     collectives = {
         collective_name(axis, operation): calls for axis, each in traffic.items() for operation, calls in each.items()
@@ -134,4 +137,5 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         collectives=collectives,
         model_flops=int(forward * (3 if trains else 1)),
         tokens=load.tokens,
+        shared=load.shared,
     )

@@ -47,6 +47,7 @@ class ModelStep(msgspec.Struct, frozen=True):
     model_flops: int  # of this rank's share: 6 (inference: 2) x parameters and causal attention, without recomputation
     tokens: int  # of this rank's replica
     moment: str = ""  # of the peak, as in "backward of the last layer"; "": not known
+    shared: int = 0  # of the tokens, those of prompts that another sequence of their row has computed
 
 
 class RankPlan(msgspec.Struct, frozen=True):

@@ -204,18 +204,26 @@ class ModelShape:
         """Bytes that one request needs on a tensor rank for the states of its layers. value: bytes of a value of the model."""
         return -(-self.state_layers * self.state.state_bytes(value) // tensor) if self.state is not None else 0
 
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of a token in all layers with a state, forward."""
+        return self.state_layers * (2 * self.state.parameters + self._rule_flops) if self.state is not None else 0
+
     def forward_flops(self, tokens: int, length: int) -> float:
         """FLOPs of one forward pass over whole sequences of `length` tokens, `tokens` in all (ModelFlops, without windows). The
         lookup of the embedding costs none."""
         lookup = 0 if self.tied else self.vocab * self.hidden
-        state = self.state
-        rule = delta_rule_flops(state.heads, state.key_width, state.value_width) if state is not None else 0
         flops = ModelFlops(
             num_parameters=self.active_parameters - lookup,
             widths=[(0, 0, self.attention_layers * self.heads * self.head_dim)],
-            of_states=self.state_layers * rule,
+            of_states=self.state_layers * self._rule_flops,
         )
         return tokens * flops.of_batch([length]) / length
+
+    @property
+    def _rule_flops(self) -> int:
+        state = self.state
+        return delta_rule_flops(state.heads, state.key_width, state.value_width) if state is not None else 0
 
     @property
     def _attention(self) -> int:

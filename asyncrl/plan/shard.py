@@ -44,7 +44,7 @@ from asyncrl.plan.batches import Load
 from asyncrl.plan.counts import Cost, Moment, ShardCounts, StepCounts, extrapolated, plus
 from asyncrl.plan.layers import set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask
-from asyncrl.plan.result import KINDS, Collective, ModelStep
+from asyncrl.plan.result import KINDS, Collective, ModelStep, PlanError
 from asyncrl.plan.tracker import GPU_ROUNDING, REST, Memory, Tracker
 from asyncrl.protocol.model_flops import ModelFlops
 
@@ -90,7 +90,11 @@ def shard_plan(task: ShardTask, counts: ShardCounts, model_flops: ModelFlops) ->
 def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: ModelFlops) -> ModelStep:
     load, grid, cost = task.loads[mfc.name], ModelPlacement.of(task.model).grid, counts.cost
     computes = mfc.name != ADVANTAGES_MFC
-    flops = load.repeats * model_flops.of_batch(load.lengths, trains=mfc.kind == "train_step") if computes else 0
+    flops = 0
+    if computes:
+        trains = mfc.kind == "train_step"
+        of_lengths, of_copies = (model_flops.of_batch(each, trains=trains) for each in (load.lengths, load.copies))
+        flops = load.repeats * (of_lengths - of_copies)
     moments = counts.moments.values()
     name, fullest = max(counts.moments.items(), key=lambda entry: entry[1].peak)
     kinds = {kind: max(moment.kinds.get(kind, 0) for moment in moments) for kind in KINDS}
@@ -104,6 +108,7 @@ def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: M
         collectives={name: Collective(count, cost.bytes[name]) for name, count in sorted(cost.counts.items()) if count},
         model_flops=flops // grid.replica_size,
         tokens=load.tokens,
+        shared=load.shared,
         moment=name,
     )
 
@@ -189,6 +194,7 @@ class PlannedEngine(TrainEngine):
     def __init__(self, world: FakeWorld, model: ModelConfig, train: TrainConfig, mesh: ModelMesh | None) -> None:
         self.world = world
         self.train_steps: list[Cost] = []  # of each optimizer step
+        self.micro_batches = 0  # that the next calls are planned to have; 0: any number
         self._before_step = Cost()
         with world.tracker:
             super().__init__(model, train, mesh=mesh, weights=world.weights())
@@ -209,6 +215,15 @@ class PlannedEngine(TrainEngine):
 
     def _values_of(self, tensor: Tensor, planned: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return planned
+
+    def _set_up(self, *args: Any, **kwargs: Any) -> Any:
+        work = super()._set_up(*args, **kwargs)
+        if self.micro_batches not in (0, len(work.plan)):
+            raise PlanError(
+                f"its batches have {len(work.plan)} micro-batches in place of {self.micro_batches}; plan with "
+                "train.share_prefix=off"
+            )
+        return work
 
     def _infer(self, *args: Any, **kwargs: Any) -> npt.NDArray[np.float32] | None:
         with self.world.computing():
@@ -273,7 +288,7 @@ class _PlannedMFC:
     def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:
         self._engine, self._mfc, self._train, self._load = engine, mfc, train, load
         self.name = mfc.name
-        self._trains = mfc.kind == "train_step"
+        self._trains, self._computes = mfc.kind == "train_step", mfc.name != ADVANTAGES_MFC
         most, stages = load.minibatches, engine.num_stages
         # (minibatches, micro-batches of each)
         if not load.full:
@@ -309,10 +324,11 @@ class _PlannedMFC:
 
     def _run(self, minibatches: int, micro_batches: int) -> None:
         engine, tracker = self._engine, self._engine.world.tracker
-        lengths = self._load.lengths * (micro_batches if self._load.full else 1)
-        sample = sample_of([lengths] * minibatches, self._mfc.input_keys)
+        times = micro_batches if self._load.full else 1
+        sample = sample_of(self._load, times, minibatches, self._mfc.input_keys)
         interface = _interface(self._mfc, self._train, minibatches)
         engine.train_steps.clear()
+        engine.micro_batches = micro_batches if self._computes and self._load.full else 0
         gc.collect()
         tracker.memory.restart()
         before = plus(Cost(), tracker.cost)
@@ -334,10 +350,16 @@ def _interface(mfc: MFCDef, train: TrainConfig, minibatches: int) -> Interface:
     return make_interface(mfc, replace(train, ppo=ppo, critic=critic, ptx=None))
 
 
-def sample_of(minibatches: Sequence[Sequence[int]], keys: Sequence[str]) -> SequenceSample:
-    """A sample with one group for each minibatch, of sequences of these lengths. Every token but the first of a sequence is trained
-    and has a gradient."""
-    groups = [{key: _values(key, lengths) for key in keys} for lengths in minibatches]
+def sample_of(load: Load, times: int, minibatches: int, keys: Sequence[str]) -> SequenceSample:
+    """A sample with one group for each minibatch, of `times` as many sequences as the load has. Every token but the first of a
+    sequence is trained and has a gradient. Sequences begin with the same tokens if they share a prefix in the load."""
+    groups = [{key: _values(key, load.lengths * times) for key in keys} for _ in range(minibatches)]
+    for group in groups:
+        ids, number = group["packed_input_ids"], 0
+        for of_prefix, count in enumerate(load.counts * times):
+            for sequence in ids[number : number + count]:
+                sequence[: load.prefix], sequence[load.prefix :] = of_prefix, number
+                number += 1
     return SequenceSample.from_groups([str(number) for number in range(len(groups))], groups)
 
 

@@ -266,23 +266,30 @@ def _guess(func: Any, args: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------------- FLOPs
 
 
-def _squared_lengths(cu_seqlens: Tensor) -> int:
-    """Sum of the squared lengths. The starts of sequences are constants: few enough for FakeTensorMode to keep their values."""
+def _pairs(of_queries: Tensor, of_keys: Tensor) -> int:
+    """Twice the pairs of a query and a key in causal attention: sum of Q * (2 K - Q) over the sequences, whose queries are the last
+    Q of K tokens. The arguments are the starts of the sequences."""
+    queries, keys = _lengths(of_queries), _lengths(of_keys)
+    return int((queries * (2 * keys - queries)).sum())
+
+
+def _lengths(cu_seqlens: Tensor) -> Tensor:
+    """The starts of sequences are constants: few enough for FakeTensorMode to keep their values."""
     values = cu_seqlens.constant if isinstance(cu_seqlens, FakeTensor) else cu_seqlens
     if values is None:
         raise NotImplementedError("attention over sequences of unknown lengths")
-    return int(values.to(torch.int64).diff().square().sum())
+    return values.to(torch.int64).diff()
 
 
 def _varlen_flops(args: Any, kwargs: Any) -> int:
-    """Causal: half of 4 * H * D * sum(L^2)."""
+    """4 * H * D for each pair."""
     _, num_heads, width = args[0].shape
-    return int(2 * num_heads * width * _squared_lengths(args[3]))
+    return int(2 * num_heads * width * _pairs(args[3], args[4]))
 
 
 def _varlen_backward_flops(args: Any, kwargs: Any) -> int:
     _, num_heads, width = args[1].shape
-    return int(5 * num_heads * width * _squared_lengths(args[6]))  # five matrix products instead of two
+    return int(5 * num_heads * width * _pairs(args[6], args[7]))  # five matrix products instead of two
 
 
 def _sdpa_flops(args: Any, kwargs: Any) -> int:

@@ -73,6 +73,21 @@ def test_a_plan_agrees_with_real_ranks(case: Case, tmp_path: Path, ranks: RankPr
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
 
 
+@pytest.mark.parametrize(
+    ("grid", "role", "checkpointing"),
+    [("d2", "actor", True), pytest.param("m2", "actor", False, marks=pytest.mark.release)],
+)
+def test_a_plan_of_shared_prompts_agrees_with_real_ranks(
+    grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
+) -> None:
+    """Two groups of four sequences, and a shorter one, in each of three micro-batches."""
+    make_tiny_model(tmp_path)
+    lengths, counts = (160,) * 8 + (100,), (4, 4, 1)
+    found = compare(Case("qwen2", grid, role, checkpointing, 2, 3, lengths, prefix=64, counts=counts), tmp_path, ranks)
+    assert [one.predicted_traffic for one in found] == [one.measured_traffic for one in found]
+    assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_plan_of_context_ranks_has_half_of_the_activations(tmp_path: Path, checkpointing: bool) -> None:
     make_tiny_model(tmp_path, "llama")

@@ -43,6 +43,8 @@ class Case:
     minibatches: int
     micro_batches: int
     lengths: tuple[int, ...]  # of the sequences of a micro-batch: equal but for the last one, which may be shorter
+    prefix: int = 0  # tokens that the sequences of a group share
+    counts: tuple[int, ...] = ()  # sequences of each group
 
     def __str__(self) -> str:
         return f"{self.model} {self.grid} {self.role}{' checkpointing' if self.checkpointing else ''}"
@@ -71,7 +73,8 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
     """The tasks of the stages."""
     grid = ParallelGrid.parse(case.grid)
     train = TrainConfig(
-        max_tokens_per_mb=sum(case.lengths),
+        max_tokens_per_mb=sum(case.lengths) - case.prefix * (len(case.lengths) - len(case.counts)),
+        share_prefix="on" if case.prefix else "off",
         gradient_checkpointing=case.checkpointing,
         ppo=PPOConfig(kl_coef=0.1, advantage_norm="batch", temperature=1.0),
         critic=CriticConfig(),
@@ -88,7 +91,10 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
     loads = {}
     for mfc in mfcs:
         minibatches = case.minibatches if mfc.kind == "train_step" else 1
-        loads[mfc.name] = Load(minibatches, case.minibatches * case.micro_batches // minibatches, list(case.lengths))
+        micro_batches = case.minibatches * case.micro_batches // minibatches
+        loads[mfc.name] = Load(
+            minibatches, micro_batches, list(case.lengths), prefix=case.prefix, counts=list(case.counts)
+        )
     return [ShardTask(model, stage, mfcs, loads, train, "cpu") for stage in range(grid.num_stages)]
 
 
@@ -155,8 +161,7 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
                 ppo = replace(task.train.ppo, minibatches=load.minibatches)
                 critic = CriticConfig(minibatches=load.minibatches)
                 interface = make_interface(MFCDef.of(mfc), replace(task.train, ppo=ppo, critic=critic))
-                groups = [load.lengths * load.micro_batches] * load.minibatches
-                sample = sample_of(groups, mfc.input_keys)
+                sample = sample_of(load, load.micro_batches, load.minibatches, mfc.input_keys)
                 with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads(labels) as payloads:
                     interface.run(engine, sample, batch_ids=sample.ids, step=interface.begin(0))
                 traffic[mfc.name] = payloads.collectives

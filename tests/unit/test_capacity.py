@@ -25,7 +25,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.model.logprobs import _BLOCK_LOGITS
 from asyncrl.plan import bounds, ranks
 from asyncrl.plan import layouts as layouts_module
-from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
+from asyncrl.plan.bounds import Placed, generation_time, receive_time, sharing_of, step_times
 from asyncrl.plan.capacity import gib, placed_models, plan_run
 from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
 from asyncrl.plan.estimate import estimate_ranks
@@ -392,6 +392,48 @@ def test_the_time_of_a_step(load):
     assert plan.time.step_s == max(plan.time.training_s, plan.time.generation_s)
     in_turns = plan_run(load("manager.max_head_offpolicyness=0"), TOY, lambda config: ranks).time
     assert in_turns.step_s == in_turns.training_s + in_turns.generation_s
+
+
+@pytest.mark.parametrize("model", [QWEN_7B, QWEN35_9B])
+@pytest.mark.parametrize(("group", "prompt", "response"), [(8, 512, 1024), (16, 512, 64)])
+def test_a_shared_prompt_saves_tokens_and_flops(load, model, group, prompt, response):
+    shape = ModelShape.from_config(model)
+    lengths = f"rollout.sampling.max_new_tokens={response}"
+    config = load(f"rollout.group_size={group}", lengths, "train.share_prefix='on'")
+    sharing = sharing_of(config, shape, 0)
+    whole, copies = group * (prompt + response), (group - 1) * prompt
+    assert (sharing.is_on, sharing.tokens) == (True, copies / whole)
+    # Layers with a state compute the prompt each time, with their projections
+    computed = copies * 24 * (2 * 67_403_968 + 32 * (64 * 8 * 128 + 6 * 128 * 128)) if model is QWEN35_9B else 0
+    saved = shape.forward_flops(copies, prompt) - computed
+    assert sharing.flops == pytest.approx(saved / shape.forward_flops(whole, prompt + response))
+    off = load(f"rollout.group_size={group}", lengths)
+    assert sharing_of(off, shape, 0) == msgspec.structs.replace(sharing, is_on=False)
+    assert sharing_of(off, shape, response // 2).tokens == copies / (group * (prompt + response // 2))
+    assert sharing_of(load("rollout.group_size=1", "train.algorithm=ppo"), shape, 0) is None
+
+
+def test_a_mean_response_shortens_what_is_behind_a_shared_prompt(load):
+    shape, config = ModelShape.from_config(QWEN_7B), load("train.share_prefix='on'", "train.max_tokens_per_mb=6000")
+    ranks = [replace_steps(rank(parameters=1), [step(10**15, **{"data all_gather": 10**8})])]
+    full, short = (plan_run(config, TOY, lambda config: ranks, mean_response=mean) for mean in (0, 256))
+    group = {response: shape.forward_flops(8 * (512 + response), 512 + response) for response in (256, 1024)}
+    copies = shape.forward_flops(7 * 512, 512)
+    share = (group[256] - copies) / (group[1024] - copies)
+    assert short.time.training_s == pytest.approx(share * full.time.training_s)
+    assert short.time.receiving_s == pytest.approx(full.time.receiving_s * (512 + 8 * 256) / (512 + 8 * 1024))
+    assert short.sharing.flops > full.sharing.flops
+
+
+def test_an_estimate_counts_a_shared_prompt_once(load):
+    """A rank has 32 sequences. A micro-batch has room for a group in 512 + 8 * 1024 tokens and seven sequences of another one, so
+    there are three micro-batches."""
+    shape = ModelShape.from_config(QWEN_7B)
+    (ranks,) = estimate_ranks(load("train.share_prefix='on'"))
+    (inference,) = [step for step in ranks.steps if step.mfc == "actor_inf"]
+    tokens, copies = 3 * 15 * 1536, 3 * 13 * 512
+    assert (inference.tokens, inference.shared) == (tokens, copies)
+    assert inference.model_flops == int(shape.forward_flops(tokens, 1536) - shape.forward_flops(copies, 512))
 
 
 def test_the_time_of_generation(load):

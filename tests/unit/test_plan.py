@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from inspect import signature
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from asyncrl.dataflow.graph import training_mfcs
 from asyncrl.model import kernels
 from asyncrl.model.attention import Segments, packed_attention
 from asyncrl.model.flops import flops_of
+from asyncrl.model.packing import SequenceBatch, prefixes_of
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
 from asyncrl.plan.counts import Cost, Moment, StepCounts, extrapolated, plus
@@ -40,6 +43,7 @@ from asyncrl.plan.layers import sampled_layers, set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask, _combined, plan_training
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.plan.shapes import ModelShape
+from asyncrl.plan.shard import sample_of
 from asyncrl.plan.tracker import REST, Tracker
 from asyncrl.protocol.model_flops import delta_rule_flops
 from tests.support.family_table import default_config
@@ -117,6 +121,17 @@ def test_flops_and_workspace_of_attention_over_sequences(tracker, monkeypatch):
     assert tracker.cost.flops == forward * 3.5
     padded = 8 + 2 * 128
     assert tracker.memory.moments[REST].kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
+
+
+def test_flops_of_attention_to_a_shared_prefix(tracker, monkeypatch):
+    """A sequence of 5 tokens, and the last 2 of one of 5 tokens."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 16)
+    query, key, value = (torch.empty(tokens, 2, 8, dtype=torch.bfloat16) for tokens in (7, 10, 10))
+    starts, of_keys = (torch.tensor(each, dtype=torch.int32) for each in ([0, 5, 7], [0, 5, 10]))
+    varlen_attn(query, key, value, starts, of_keys, 5, 5, window_size=(-1, 0))
+    assert tracker.cost.flops == 4 * 2 * 8 * (5 * 5 / 2 + (5 * 5 - 3 * 3) / 2)
 
 
 def test_both_kernels_of_attention_on_a_gpu_have_their_memory(tracker, monkeypatch):
@@ -220,7 +235,54 @@ def config_of(**train) -> ExperimentConfig:
 def test_a_batch_is_spread_over_ranks_and_minibatches(train, grid, expected):
     config = config_of(**train)
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
-    assert load_of(config, mfc, ParallelGrid.parse(grid)) == expected
+    assert load_of(config, mfc, ParallelGrid.parse(grid), "m") == expected
+
+
+@pytest.mark.parametrize(
+    ("most", "grid", "expected", "tokens"),
+    [
+        # As above. The prompt of 512 tokens is once in the row of a group: 512 + 4 * 1000
+        (16384, "d2", Load(2, 1, [1512] * 4, full=False, prefix=512, counts=[4]), 4512),
+        (4512, "d2", Load(2, 1, [1512] * 4, full=False, prefix=512, counts=[4]), 4512),
+        # Three sequences of the group, and 488 tokens of a fourth one behind the prompt: 6,048 of 5,536 tokens
+        (4000, "d2", Load(2, 2, [1512, 1512, 1512, 1000], prefix=512, counts=[4]), 4000),
+        # A group, and a sequence of another one
+        (4600, "d1", Load(2, 2, [1512] * 4 + [88], prefix=512, counts=[4, 1]), 4600),
+        # Two stages need two micro-batches, so the prompt is in both
+        (4512, "d2p2", Load(2, 2, [1512] * 4, full=False, prefix=512, counts=[4]), 5024),
+        # The prompt fills the micro-batch
+        (512, "d2", Load(2, 4, [512]), 512),
+    ],
+)
+def test_a_group_has_its_prompt_once_in_a_micro_batch(most, grid, expected, tokens):
+    config = config_of(batch_size=4, max_tokens_per_mb=most, share_prefix="on", dtype="bfloat16")
+    (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
+    with patch.object(ModelShape, "of", lambda path: SimpleNamespace(state=None)):
+        load = load_of(config, mfc, ParallelGrid.parse(grid), "m")
+    assert load == expected
+    assert load.row_tokens == tokens
+    assert load.tokens - load.shared == load.repeats * tokens
+
+
+def test_the_budget_of_a_hybrid_counts_each_prompt():
+    """Its layers with a state compute the sequences in full, so a micro-batch has no more of them. Those longer than the prompt
+    share it."""
+    config = config_of(batch_size=4, max_tokens_per_mb=7000, share_prefix="on", dtype="bfloat16")
+    (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
+    with patch.object(ModelShape, "of", lambda path: SimpleNamespace(state=object())):
+        load = load_of(config, mfc, ParallelGrid(), "m")
+    assert load == Load(2, 2, [1512] * 4 + [952], prefix=512, counts=[4, 1])
+    assert load.row_tokens == 7000 - 3 * 512
+
+
+def test_sequences_of_a_planned_group_share_their_prompt_and_no_more():
+    load = Load(2, 3, [5, 5, 5, 4], prefix=2, counts=[3, 1])
+    sample = sample_of(load, 2, 3, ["packed_input_ids", "loss_mask"])
+    assert sample.seqlens["packed_input_ids"] == [[5, 5, 5, 4] * 2] * 3
+    batch = SequenceBatch.of(sample)
+    assert [(one.sequences, one.tokens) for one in prefixes_of(batch, sum)] == [
+        ((8 * group + first, 8 * group + first + 1, 8 * group + first + 2), 2) for group in range(3) for first in (0, 4)
+    ]
 
 
 @pytest.mark.parametrize(("mfc", "minibatches"), [("actor_train", 4), ("critic_train", 2)])
@@ -233,7 +295,7 @@ def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
     )
     config = replace(config_of(), train=train)
     (node,) = [node for node in training_mfcs(train) if node.name == mfc]
-    load = load_of(config, node, ParallelGrid())
+    load = load_of(config, node, ParallelGrid(), "m")
     assert load.minibatches == 3 * minibatches
     assert load.tokens == 3 * 16 * 1512
 

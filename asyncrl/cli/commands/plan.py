@@ -157,6 +157,13 @@ def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed:
             f"{split.allocation} would be better balanced: expected {_expected(split.time, True)}, "
             f"{gib(split.peak)} on the fullest GPU",
         )
+    if (sharing := plan.sharing) is not None:
+        saves = "saves" if sharing.is_on else "would save"
+        _say(
+            console,
+            f"train.share_prefix=on {saves} {sharing.tokens:.0%} of the tokens and {sharing.flops:.0%} of the FLOPs of "
+            f"training: groups of {sharing.group_size} compute prompts of {sharing.prompt_tokens} tokens once",
+        )
     if plan.ranks:
         say(console, f"upper bound of the MFU of training: {time.mfu:.0%}")
     for shortage in plan.shortages:
@@ -210,7 +217,8 @@ def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
             moved = ", ".join(
                 f"{name} {calls.count:,}, {_number(calls.bytes / GIB)}" for name, calls in step.collectives.items()
             )
-            rows.append((str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved))
+            tokens = f"{step.tokens:,}" + f" ({step.shared:,} shared)" * bool(step.shared)
+            rows.append((str(rank.worker), step.mfc, tokens, _number(step.flops / 1e12), moved))
     right = [Column(name, justify="right") for name in ("tokens", "TFLOP")]
     moves = Column("collectives: calls, payload in GiB", "text")
     return FittedTable(

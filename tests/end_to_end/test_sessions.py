@@ -1,0 +1,102 @@
+"""Agents with several sequences in a session: all of them are trained, through kills, with the tokens that the servers sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.tiny import make_chat_tokenizer, make_tiny_model
+from asyncrl.weights.lineage import audit
+from tests.support.replays import (
+    AHEAD,
+    check_versions_of_tokens,
+    final_weights,
+    largest_difference,
+    recording_of_lineage,
+    trained_apart,
+)
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
+
+STEPS, BATCH, GROUP, LEAVES, LIMIT_S = 6, 4, 2, 4, 300.0
+AGENT = """\
+import asyncio
+
+from asyncrl.rollout.chat_agent import ChatAgent
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+class Planner(ChatAgent):
+    \"\"\"A plan, two sub-agents in contexts of their own at the same time, and two branches that go on from the plan.\"\"\"
+
+    async def chat(self, session, prompt):
+        async def ask(*messages):
+            return await session.client().chat.completions.create(model="policy", messages=list(messages))
+
+        question = said("user", prompt.text)
+        plan = await ask(question)
+        answer = said("assistant", plan.choices[0].message.content or "")
+        leaves = await asyncio.gather(
+            ask(said("user", "one")),
+            ask(said("user", "two")),
+            ask(question, answer, said("user", "again")),
+            ask(question, answer, said("user", "other")),
+        )
+        return {leaf.id: float(len(set(leaf.choices[0].message.content or ""))) for leaf in leaves}
+"""
+
+
+def num_answers(mask_T: np.ndarray) -> int:
+    """Stretches of sampled tokens."""
+    return int(np.count_nonzero(np.diff(np.r_[0, mask_T.astype(np.int8)]) == 1))
+
+
+def test_branches_and_sub_agents_are_trained_through_kills(tmp_path: Path) -> None:
+    """A rollout worker and the trainer are killed on the way. What the run has trained is trained again from its recording."""
+    config = make_tiny_run(tmp_path / "tiny")
+    make_tiny_model(
+        tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
+    )
+    (tmp_path / "planner.py").write_text(AGENT)
+    settings = [
+        *AHEAD,
+        f"model_path={tmp_path / 'chat'}",
+        f"rollout.tasks.default={{agent: '{tmp_path}/planner.py:Planner', agent_args: {{trained: all, max_sequences: {LEAVES}}}}}",
+        f"rollout.group_size={GROUP}",
+        "rollout.sampling.max_new_tokens=12",
+        "train.branches=true",
+    ]
+    with launch(config, *settings, f"train.max_steps={STEPS}", "checkpoint.every_steps=1") as run:
+        run.wait_for_step(1, LIMIT_S)
+        run.worker("rollout_worker/0").kill()
+        run.wait_for_step(3, LIMIT_S)
+        run.worker("model_worker/0").kill()
+        assert run.wait(LIMIT_S) == 0, run.output()
+    assert [step["step"] for step in train_steps(run.run_dir)][-1] == STEPS
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, STEPS)
+    assert len(found.lineage) == 2
+
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    assert len(recorded) == STEPS * BATCH
+    for trajectory in recorded:
+        sample = trajectory.sample
+        assert sample.data["sessions"].tolist() == [member for member in range(GROUP) for _ in range(LEAVES)]
+        answers = [num_answers(mask_T) for mask_T in sample.slices("loss_mask")[0]]
+        for member in range(GROUP):
+            mine = answers[member * LEAVES : (member + 1) * LEAVES]
+            assert sorted(mine) == [1, 1, 1, 2], "two leaves contain the plan, and one of them trains it"
+    with trained_apart(config, tmp_path / "recorded", *settings) as apart:
+        assert apart.wait(LIMIT_S) == 0, apart.output()
+        weights = final_weights(run.run_dir)
+        assert largest_difference(weights, final_weights(apart.run_dir)) < 1e-5
+        assert largest_difference(weights, load_file(tmp_path / "chat" / "model.safetensors")) > 1e-3
+        check_versions_of_tokens(recorded, apart.run_dir)
+    assert_nothing_left(run.run_dir)
