@@ -62,7 +62,7 @@ def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module
     what = f"train.routes: model_path={path!r}"
     found: list[tuple[int, nn.Module]] = []
     for name, block in model.named_modules():
-        if not any(_is_experts(child) for child in block.children()):
+        if not any(is_experts(child) for child in block.children()):
             continue
         routers = [child for child in block.children() if type(child).__name__ in ROUTERS]
         numbers = _LAYER.findall(f"{name}.")
@@ -85,7 +85,7 @@ def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module
     return RouteLayout(tuple(number for number, _ in found), top_k, num_experts), [router for _, router in found]
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """Whether the module holds the weights of a layer's experts in tensors with one entry for each expert."""
     return any(
         isinstance(weight := getattr(module, name, None), Tensor) and weight.ndim == 3 for name in _EXPERT_WEIGHTS

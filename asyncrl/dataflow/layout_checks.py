@@ -91,15 +91,22 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
         yield from _bad_layout(config, allocation)
 
 
-def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
+def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object], *, split_experts: bool = False) -> str:
     """Return why the model with this config.json cannot be trained in these pipeline stages, tensor parallel and context ranks, and
-    the remedy; "": it can. A mixture of experts can have only one rank."""
+    the remedy; "": it can. A mixture of experts can only have data ranks. split_experts: train.split_experts is on."""
     nested = config.get("text_config")
     model = nested if isinstance(nested, dict) else config
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
-    if experts and grid.size > 1:
-        return f"config.json has {experts[0]}: a mixture of experts can only be trained by one rank; use d1p1m1, or a dense model"
+    if experts and grid.only(SAMPLES) != grid:
+        return f"config.json has {experts[0]}: a mixture of experts can only have data ranks; use d alone, or a dense model"
+    if split_experts and grid.num_replicas > 1:
+        number = next((model[name] for name in _EXPERT_FIELDS if model.get(name)), 0)
+        if grid.num_copies > 1 or not isinstance(number, int) or not number or number % grid.num_replicas:
+            return (
+                f"train.split_experts=on divides {number} experts among {grid.num_replicas} data ranks without copies; use a d "
+                "that divides them, or set it to off"
+            )
     if isinstance(layers, int) and grid.num_stages > layers:
         return f"{layers} layers: use at most p{layers}"
     split = {

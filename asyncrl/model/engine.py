@@ -42,6 +42,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES, TOKENS, problem_of_heads
 from asyncrl.model import sharding
 from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
+from asyncrl.model.experts import split_experts
 from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -248,6 +249,11 @@ class TrainEngine:
         if grid.num_stages > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
         by_fsdp = grid.uses_fsdp  # FSDP casts by itself
+        experts: set[nn.Parameter] = set()
+        if self.train.split_experts == "on" and by_fsdp:
+            if not weights.has_values:
+                raise ConfigError("train.split_experts=on: a plan does not count tokens that travel; set it to off")
+            experts = split_experts(skeleton.model, mesh, model.path)
         stage = Stage(
             skeleton.model,
             model.kind,
@@ -262,8 +268,8 @@ class TrainEngine:
         sharding.fill_buffers(skeleton, read, device=self.device, path=model.path)
         if by_fsdp:
             for unit in sharding.shard_units(skeleton.model):
-                sharding.apply_data_parallel(unit, mesh, self._compute_dtype)
-            sharding.apply_data_parallel(stage, mesh, self._compute_dtype)
+                sharding.apply_data_parallel(unit, mesh, self._compute_dtype, others=experts)
+            sharding.apply_data_parallel(stage, mesh, self._compute_dtype, others=experts)
         self._slots = sharding.fill(stage, skeleton, read, dtype=dtype, device=self.device, path=model.path)
         self._split = skeleton.split
         if tensor is not None:

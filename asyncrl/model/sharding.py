@@ -19,7 +19,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from asyncrl.architectures.checkpoint_names import adopt_names, places_of
+from asyncrl.architectures.checkpoint_names import Place, adopt_names, places_of
 from asyncrl.architectures.states import modules_with_state
 from asyncrl.architectures.towers import drop_towers
 from asyncrl.config.schema import ConfigError
@@ -225,15 +225,17 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
     """Return a function that reads parts of the checkpoint's tensors.
 
     From safetensors files that have each tensor of the model, under its own or another name, it reads these parts and nothing else.
-    Any other checkpoint is loaded whole by each rank, and stays in memory as long as the function exists: experts that transformers
-    fuses, a bare backbone.
+    Of experts that transformers fuses it reads those in the part. Any other checkpoint is loaded whole by each rank, and stays in
+    memory as long as the function exists: a bare backbone.
     """
     shapes = {name: tensor.shape for name, tensor in skeleton.model.named_parameters()}
     shapes |= {name: tensor.shape for name, tensor in persistent_buffers(skeleton.model)}
     stored_files = stored_tensors(path)
     stored_names = adopt_names(skeleton.model, stored_files) if stored_files else {}
     files = {name: stored_files[stored] for name, stored in stored_names.items()}
-    if any(name not in files and not may_lack(name, skeleton.kind) for name in shapes):
+    lacking = [name for name in shapes if name not in files and not may_lack(name, skeleton.kind)]
+    fused = _fused(skeleton.model, shapes, lacking, stored_files)
+    if fused.keys() != set(lacking):
         whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
         return lambda name, box: whole[name][box.within(Box.whole(shapes[name]))]
     handles: dict[Path, Any] = {}
@@ -261,7 +263,34 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
             raise _cannot_be_loaded(path, error) from error
         return part
 
+    def part_of_fused(name: str, box: Box) -> Tensor:
+        """Experts of the box, each from its own tensors."""
+        shape = shapes[name]
+        first, count = box.start[0], box.size[0]
+        row = math.prod(shape[1:])
+        result = torch.empty(0)
+        for stored, place in fused[name]:
+            if not first <= place.offset // row < first + count:
+                continue
+            try:
+                with safe_open(stored_files[stored], framework="pt") as handle:
+                    tensor: Tensor = handle.get_tensor(stored)
+            except (OSError, SafetensorError) as error:
+                raise _cannot_be_loaded(path, error) from error
+            if tensor.shape != place.shape:
+                raise ConfigError(
+                    f"model_path={str(path)!r}: {stored} does not have the shape {list(place.shape)} given by config.json; "
+                    "copy the weights again, or the config.json that belongs to them"
+                )
+            if not result.numel():
+                result = tensor.new_empty(count, *shape[1:])
+            result.as_strided(place.shape, place.stride, place.offset - first * row).copy_(tensor)
+        whole = Box((first, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        return result[box.within(whole)] if result.numel() else torch.empty(box.size)
+
     def read(name: str, box: Box) -> Tensor:
+        if name in fused:
+            return part_of_fused(name, box)
         if name not in files:
             return torch.zeros(box.size)
         part = part_of(name, box, shapes[name])
@@ -271,6 +300,26 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
         return part
 
     return read
+
+
+def _fused(
+    model: PreTrainedModel, shapes: Mapping[str, torch.Size], names: Sequence[str], stored: Container[str]
+) -> dict[str, list[tuple[str, Place]]]:
+    """Of those of these tensors whose entries along the first dimension are made of whole tensors of the checkpoint: these tensors.
+    Experts are such entries."""
+    if not names:
+        return {}
+    found: dict[str, list[tuple[str, Place]]] = {}
+    others: set[str] = set()
+    for name, place in places_of(model, shapes).items():
+        if place.name not in names:
+            continue
+        row = math.prod(shapes[place.name][1:])
+        last = place.offset + sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
+        if name not in stored or place.offset // row != last // row:
+            others.add(place.name)
+        found.setdefault(place.name, []).append((name, place))
+    return {name: parts for name, parts in found.items() if name not in others}
 
 
 def untrained_tensors(path: str | Path, model: PreTrainedModel, *, with_values: bool) -> dict[str, Tensor]:
@@ -605,10 +654,17 @@ def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
     return units if len(units) > 1 else []
 
 
-def apply_data_parallel(modules: nn.Module | list[nn.Module], mesh: ModelMesh, dtype: torch.dtype | None) -> None:
-    """Apply fully_shard with summed gradients. dtype: of the computation; None: that of the parameters."""
+def apply_data_parallel(
+    modules: nn.Module | list[nn.Module],
+    mesh: ModelMesh,
+    dtype: torch.dtype | None,
+    *,
+    others: Collection[nn.Parameter] = (),
+) -> None:
+    """Apply fully_shard with summed gradients. dtype: of the computation; None: that of the parameters. others: parameters that
+    stay as they are."""
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    fully_shard(modules, mesh=mesh.submesh(GRADIENTS), mp_policy=policy)
+    fully_shard(modules, mesh=mesh.submesh(GRADIENTS), mp_policy=policy, ignored_params=set(others) or None)
     first = modules[0] if isinstance(modules, list) else modules
     assert isinstance(first, FSDPModule)
     # Losses are already divided by the global denominator. A plain sum is also the only reduction that gloo supports.

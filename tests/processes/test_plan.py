@@ -58,6 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("llama", "m2", "actor", True, pytest.mark.release),
             ("mistral", "p2", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d1", "actor", True, pytest.mark.release),
+            ("qwen3_moe", "d2", "actor", True, pytest.mark.release),
         )
     ],
 )

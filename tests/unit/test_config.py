@@ -829,13 +829,19 @@ def test_preflight_refuses_a_reference_that_does_not_fit(runnable, changes, mess
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_preflight_refuses_a_mixture_of_experts_on_several_ranks(runnable, field):
+def test_preflight_refuses_a_mixture_of_experts_on_other_ranks_than_data_ranks(runnable, field):
     file = runnable.parent / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: 8}))
-    allocation = ["allocation=transformers.d1p1m1+d2p1m1"]
-    with pytest.raises(ConfigError, match=f"actor has the grid d2p1m1, and config.json has {field}=8: .* use d1p1m1"):
-        preflight(load_experiment(runnable, allocation))
-    assert preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d1p1m1"])) == 64
+    for grid in ("d1p1m2", "d1p2m1"):
+        allocation = [f"allocation=transformers.d1p1m1+{grid}"]
+        with pytest.raises(
+            ConfigError, match=f"actor has the grid {grid}, and config.json has {field}=8: .* use d alone"
+        ):
+            preflight(load_experiment(runnable, allocation))
+    assert preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d2p1m1"])) == 64
+    split = ["train.split_experts=on", "allocation=transformers.d1p1m1+d3p1m1"]
+    with pytest.raises(ConfigError, match=r"train.split_experts=on divides 8 experts among 3 data ranks"):
+        preflight(load_experiment(runnable, split))
 
 
 def test_preflight_reads_reward_files_without_running_them(runnable):

@@ -1,0 +1,207 @@
+"""Mixtures of experts on several data ranks: gathered by FSDP, or split (train.split_experts). Each updates as one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_parallel_engine import (
+    LENGTHS,
+    MICRO,
+    TRAIN,
+    Cell,
+    Loss,
+    assert_same_outcome,
+    make_engine,
+    make_meshes,
+    make_sample,
+    part_of,
+    run,
+    run_cell,
+    whole_parameters,
+)
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.schema import ConfigError, TrainConfig
+from asyncrl.data.routes import ROUTES, Routes
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.layout_checks import problem_of_grid
+from asyncrl.model import sharding
+from asyncrl.model.routes import RouteReplay
+from asyncrl.model.sharding import local_part
+from tests.support.families import make_family
+from tests.support.rank_processes import RankProcesses
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+VARIANTS: dict[str, TrainConfig] = {
+    "whole": TRAIN,
+    "micro-batches": MICRO,
+    "checkpointing": replace(MICRO, gradient_checkpointing=True),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses(8) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        make_family(folder / family, family, initializer_range=0.05)
+    return {family: str(folder / family) for family in FAMILIES}
+
+
+def split(train: TrainConfig) -> TrainConfig:
+    return replace(train, split_experts="on")
+
+
+@pytest.mark.parametrize("grid", ["d2", "d4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_ranks_of_a_mixture_of_experts_give_the_same_update(
+    ranks: RankProcesses, paths: dict[str, str], family: str, grid: str
+) -> None:
+    """FSDP, and split experts: d2e2 and d4e4 in the words of other systems. With d4 some ranks have few tokens for some experts."""
+    names = list(VARIANTS) if family == "qwen3_moe" else ["micro-batches"]
+    cells = [Cell(paths[family], train=how(VARIANTS[name])) for name in names for how in (lambda train: train, split)]
+    expected = {name: run_cell(0, "", Cell(paths[family], train=VARIANTS[name])) for name in names}
+    for number, outcomes in enumerate(run(ranks, grid, cells)):
+        assert_same_outcome(outcomes, expected[names[number // 2]], grid)
+
+
+def test_fewer_sequences_than_ranks(ranks: RankProcesses, paths: dict[str, str]) -> None:
+    cell = Cell(paths["qwen3_moe"], train=split(TRAIN), lengths=(29,))
+    (outcomes,) = run(ranks, "d4", [cell])
+    assert_same_outcome(outcomes, run_cell(0, "", replace(cell, train=TRAIN)), "d4")
+
+
+def replayed(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """A step whose tokens go to given experts."""
+    engine = make_engine(grid, path, train=train)
+    engine.routes = RouteReplay(engine.module, engine.model, path, replays=True)
+    engine.routes._is_checked = True  # these experts are drawn
+    layout, rng, sample = engine.routes.layout, np.random.default_rng(3), make_sample(LENGTHS)
+    runs = []
+    for length in LENGTHS:
+        order = rng.random((length, len(layout.layers), layout.num_experts)).argsort(-1)
+        rows = order[:, :, : layout.top_k].reshape(length, -1).astype(layout.dtype)
+        runs.append([Routes(layout, rows[:-1]).encode(length=length)])
+    routes = SequenceSample.from_groups(sample.ids, [{ROUTES: run} for run in runs])
+    part = part_of(engine, sample.update(routes))
+    stats = engine.train_step(part, Loss(float(sample.data["loss_mask"].sum())), temperature=1.0, lr_step=0)
+    return stats, whole_parameters(engine)
+
+
+def test_replayed_experts_give_the_same_update(ranks: RankProcesses, paths: dict[str, str]) -> None:
+    ranks.run(make_meshes)
+    train = replace(MICRO, gradient_checkpointing=True)
+    stats, parameters = replayed(0, "", paths["qwen3_moe"], train)
+    own = run_cell(0, "", Cell(paths["qwen3_moe"], train=train))
+    assert any(not np.allclose(parameters[name], own.parameters[name], atol=1e-5) for name in parameters)
+    for how in (train, split(train)):
+        for found, weights in ranks.run(replayed, "d2", paths["qwen3_moe"], how, num_ranks=2):
+            assert found == pytest.approx(stats, rel=1e-5, abs=1e-7)
+            for name, value in weights.items():
+                np.testing.assert_allclose(value, parameters[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def held(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, tuple[tuple[int, ...], ...]], int]:
+    """The box of each parameter of experts that this rank holds, without a whole load; and the bytes that it sent for a forward
+    pass."""
+
+    def whole(*_: object) -> None:
+        raise AssertionError("the model was loaded whole")
+
+    kept, sharding.load_whole = sharding.load_whole, whole
+    try:
+        engine = make_engine(grid, path, train=train)
+    finally:
+        sharding.load_whole = kept
+    boxes = {
+        name: (local_part(parameter)[0].start, local_part(parameter)[0].size)
+        for name, parameter in engine.named_parameters().items()
+        if ".experts." in name
+    }
+    moved = 0
+    exchange = dist.all_to_all_single
+
+    def counting(output: torch.Tensor, rows: torch.Tensor, *args: object, **options: object) -> object:
+        nonlocal moved
+        moved += rows.nbytes if rows.is_floating_point() else 0
+        return exchange(output, rows, *args, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        engine.logprobs(part_of(engine, make_sample((20, 20))), temperature=1.0)
+    finally:
+        dist.all_to_all_single = exchange
+    return boxes, moved
+
+
+def test_a_rank_loads_and_keeps_its_experts_only(ranks: RankProcesses, paths: dict[str, str]) -> None:
+    ranks.run(make_meshes)
+    found = ranks.run(held, "d2", paths["qwen3_moe"], split(TRAIN), num_ranks=2)
+    for rank, (boxes, _) in enumerate(found):
+        assert len(boxes) == 4  # two layers, two parameters
+        assert all(start == (2 * rank, 0, 0) and size[0] == 2 for start, size in boxes.values())
+    # Each token goes to its 2 experts and back, in each of 2 layers: 20 tokens and 64 numbers of 4 bytes
+    there = 2 * 2 * 20 * 64 * 4
+    assert sum(moved for _, moved in found) == 2 * 2 * there
+    plain = ranks.run(held, "d2", paths["qwen3_moe"], TRAIN, num_ranks=2)
+    assert all(moved == 0 for _, moved in plain)
+
+
+def exported(rank: int, grid: str, path: str, train: TrainConfig) -> dict[str, np.ndarray]:
+    engine = make_engine(grid, path, train=train)
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy()
+        for name, tensor in engine.named_parameters().items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_loads_the_same_weights(ranks: RankProcesses, paths: dict[str, str], family: str) -> None:
+    ranks.run(make_meshes)
+    expected = exported(0, "", paths[family], TRAIN)
+    for grid, train in (("d2", TRAIN), ("d2", split(TRAIN)), ("d4", split(TRAIN))):
+        for found in ranks.run(exported, grid, paths[family], train, num_ranks=ParallelGrid.parse(grid).size):
+            assert found.keys() == expected.keys()
+            assert all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+def refusal(rank: int, grid: str, path: str) -> str:
+    try:
+        make_engine(grid, path, train=split(TRAIN))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_split_is_refused(ranks: RankProcesses, paths: dict[str, str], tmp_path: Path) -> None:
+    ranks.run(make_meshes)
+    make_family(tmp_path / "llama", "llama")
+    make_family(tmp_path / "three", "qwen3_moe", num_experts=3)
+    for grid, path, why in (
+        ("d2", str(tmp_path / "llama"), "has no experts"),
+        ("d2", str(tmp_path / "three"), "has 3 experts, which d2 does not divide"),
+        ("d2r2", paths["qwen3_moe"], "only split over data ranks"),
+    ):
+        size = ParallelGrid.parse(grid).size
+        assert all(why in text for text in ranks.run(refusal, grid, path, num_ranks=size))
+    config = {"num_experts": 6, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert problem_of_grid(ParallelGrid.parse("d4"), config) == ""
+    assert problem_of_grid(ParallelGrid.parse("d3"), config, split_experts=True) == ""
+    for grid in ("d4", "d2r2"):
+        assert "train.split_experts=on" in problem_of_grid(ParallelGrid.parse(grid), config, split_experts=True)
+    for grid in ("m2", "p2", "d2p2"):
+        assert "can only have data ranks" in problem_of_grid(ParallelGrid.parse(grid), config)
