@@ -212,11 +212,6 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
                 "train.share_prefix",
                 "is not shown to work in compiled layers; use off, or train.compile=off",
             ),
-            (
-                train.share_prefix == "on" and train.routes != "off",
-                "train.share_prefix",
-                "has one place for a token whose copies may have other routes each; use auto, or train.routes=off",
-            ),
         ),
     )
 
