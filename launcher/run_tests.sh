@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, then lint, type-check and test:
 #   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode
-#   bash launcher/run_tests.sh --ci                also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks, more runs
+#   bash launcher/run_tests.sh --ci                also SGLang, vLLM, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks, more runs
 #   bash launcher/run_tests.sh --ci chaos mypy     only these parts of it, as the jobs of .github/workflows/ci.yml do
 #   bash launcher/run_tests.sh --all               all tests: also the long ones (marked `release`), and all seeds of the oracle
 #   bash launcher/run_tests.sh tests/unit -k ppo   only pytest, with these arguments
@@ -19,9 +19,12 @@ began=$SECONDS
 unset PYTHONDONTWRITEBYTECODE # each process would compile all of its modules again
 case "$tier" in
 --ci | --all)
-    # tests/sglang run against the real server, which has a separate environment. Both environments are made at the same time.
+    # tests/sglang and tests/vllm run against real servers, which have separate environments. Two are made at the same time.
     environments=('. "$ASYNCRL_ROOT/launcher/setup.sh"; asyncrl_setup dev')
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || environments+=('bash "$ASYNCRL_ROOT/launcher/setup_sglang.sh" --cpu')
+    if [ -z "${ASYNCRL_VLLM_PYTHON:-}" ] && [[ $# = 1 || " $* " = *" vllm "* ]]; then
+        environments+=('bash "$ASYNCRL_ROOT/launcher/setup_vllm.sh" --cpu')
+    fi
     printf '%s\n' "${environments[@]}" | ASYNCRL_ROOT="$ASYNCRL_ROOT" xargs -d '\n' -P 2 -I {} bash -c {}
     ;;
 esac
@@ -37,11 +40,11 @@ case "$tier" in
 "")
     parts=("${units[@]}" "${processes[@]}" end_to_end mypy)
     export ASYNCRL_TEST_MARKS="not full and not alone and not release and not oracle"
-    echo "== left out (--all has it): another user of this machine (needs root), long files (CONTRIBUTING.md), SGLang, Slurm, hosts, chaos, fuzz, the oracle"
+    echo "== left out (--all has it): another user of this machine (needs root), long files (CONTRIBUTING.md), SGLang, vLLM, Slurm, hosts, chaos, fuzz, the oracle"
     ;;
 --ci | --all)
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
-    parts=(end_to_end benchmarks "${processes[@]}" sglang oracle "${units[@]}" chaos slurm hosts fuzz mypy gpu)
+    parts=(end_to_end benchmarks "${processes[@]}" sglang vllm oracle "${units[@]}" chaos slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
     shift
     [ $# = 0 ] || parts=("$@")

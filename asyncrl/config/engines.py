@@ -27,6 +27,7 @@ class ServerProgram:
 
 
 SGLANG_PROGRAM = ServerProgram("SGLang", "sglang", "0.5.23", "launcher/setup_sglang.sh")
+VLLM_PROGRAM = ServerProgram("vLLM", "vllm", "0.32.0", "launcher/setup_vllm.sh")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,16 @@ class EngineTraits:
     is_tensor_parallel: bool = False  # a server may have several ranks
     sizes_own_cache: bool = False  # its KV cache takes the memory that is free on the GPU; False: generation.num_blocks
     scores_in_place: bool = True  # it scores texts while its requests are paused in place
+    memory_share: float = 0.0  # share of a GPU that it takes by default (gpu-memory-utilization); 0: SGLang's own rule
     rank_bytes: int = 0  # main memory of the processes that it starts for each of its ranks
     returns_routes: bool = False  # its answers have the experts of each token (train.routes)
     settings: tuple[str, ...] = ()  # fields of `generation` that other engines refuse
     grid_limit: str = ""  # why it refuses other grids
     delta_limit: str = ""  # why it cannot load deltas; "": it can
+    network_limit: str = ""  # why it cannot receive weights over the network; "": it can
+    filter_limit: str = ""  # why it cannot sample with top-p or top-k; "": it can
+    cpu_heads: tuple[int, ...] = ()  # widths of attention heads that it has on a CPU; (): all
+    cpu_tied_limit: str = ""  # why it cannot serve a model with tied embeddings on a CPU; "": it can
 
 
 DEFAULT_ENGINE = "transformers"
@@ -64,6 +70,22 @@ ENGINES = {
         rank_bytes=2 << 30,  # measured, front end included, rounded up
         settings=("server_args",),
         grid_limit="has no pipeline stages",
+    ),
+    "vllm": EngineTraits(
+        starts_servers=True,
+        program=VLLM_PROGRAM,
+        needs_gpu=True,
+        is_tensor_parallel=True,
+        sizes_own_cache=True,
+        scores_in_place=False,
+        memory_share=0.92,
+        rank_bytes=3 << 30,  # measured, front end included, rounded up
+        settings=("server_args",),
+        grid_limit="has no pipeline stages",
+        network_limit="vLLM's own transfer of weights needs GPUs, on which it has not been run with asyncrl",
+        filter_limit="vLLM's logprobs would be renormalised among the tokens that a filter keeps",
+        cpu_heads=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        cpu_tied_limit="on a CPU vLLM keeps a packed copy of the output layer, which a load of tied weights does not renew",
     ),
     "external": EngineTraits(
         scores_in_place=False,

@@ -171,11 +171,12 @@ class GenerationConfig:
     # logprob check, and of each load of weights by SGLang. auto: 120 s, for SGLang 600 s, plus the time that the files of the
     # models take at 100 MB/s
     load_timeout_s: float | str = ruled(120.0, _LIMIT)
-    # Engine sglang: interpreter of its environment, printed by launcher/setup_sglang.sh; "": the run's own. On a CPU page_size and
-    # num_blocks set SGLang's KV cache; on a GPU SGLang sizes the cache itself. It ignores max_batch_tokens and attention: set
-    # server_args instead
+    # Engines sglang and vllm: interpreter of the program's environment, printed by launcher/setup_sglang.sh or setup_vllm.sh; "":
+    # the run's own. On a CPU page_size and num_blocks set the program's KV cache; on a GPU it sizes the cache itself. It ignores
+    # max_batch_tokens and attention: set server_args instead
     python: str = ruled("", _PATH)
-    # Arguments of sglang.launch_server, e.g. {mem-fraction-static: "0.8"}. "": a flag; "false": remove a flag that asyncrl sets.
+    # Arguments of sglang.launch_server or vllm serve, e.g. {mem-fraction-static: "0.8"}. "": a flag; "false": remove a flag that
+    # asyncrl sets.
     server_args: dict[str, str] = field(default_factory=dict)
     # Engine external: servers that asyncrl does not start, one URL per server (the d of the allocation)
     urls: list[str] = field(default_factory=list)

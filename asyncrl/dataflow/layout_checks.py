@@ -16,6 +16,7 @@ from asyncrl.config.schema import (
     REWARD,
     TEACHER,
     ExperimentConfig,
+    SamplingConfig,
     model_settings,
     needs_whole_batch,
     reward_models,
@@ -36,6 +37,9 @@ _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",
     "host": _OURS,
+    "uds": _OURS,
+    "logprobs-mode": _OURS,
+    "enable-scale-out": _OURS,
     "port": _OURS,
     "tp-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",
     "tensor-parallel-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",
@@ -280,6 +284,7 @@ def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Co
 def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Conflict]:
     """Settings that the allocation's engine needs but that are missing, and settings that it cannot use."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
+    sampled = {"rollout.sampling": config.rollout.sampling, "eval.sampling": config.eval.sampling}
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
     served = grid.with_parts({SAMPLES: grid.num_replicas, TOKENS: 1})
     trained = " and ".join(axis.letter for axis in grid.axes if axis.optional)
@@ -310,9 +315,27 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
         (
             generation.interrupt == "in_place" and bool(config.weights.verify_logprobs) and not traits.scores_in_place,
             "weights.verify_logprobs",
-            "SGLang scores nothing while it is paused in place; use another generation.interrupt",
+            f"{traits.program.name if traits.program else 'SGLang'} scores nothing while it is paused in place; use another "
+            "generation.interrupt",
+        ),
+        (
+            transport_of(config.weights.transport).forms_groups and bool(traits.network_limit),
+            "weights.transport",
+            f"{traits.network_limit}; set it to {FILES}",
+        ),
+        *(
+            (
+                bool(traits.filter_limit) and _filters(sampling),
+                field,
+                f"{traits.filter_limit}; use top_p=1 and top_k=-1",
+            )
+            for field, sampling in sampled.items()
         ),
     )
+
+
+def _filters(sampling: SamplingConfig | None) -> bool:
+    return sampling is not None and not sampling.greedy and (sampling.top_p < 1 or sampling.top_k != -1)
 
 
 def _bad_settings(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:

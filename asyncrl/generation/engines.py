@@ -56,6 +56,19 @@ class Engines(ABC):
     @abstractmethod
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]: ...
 
+    def _log(self, package: str) -> Path:
+        """The log of the program that the engine starts."""
+        info = self._info
+        return Path(info.run_dir) / "logs" / f"attempt_{info.attempt}" / f"{info.kind}_{info.index}_{package}.log"
+
+    def _writer(self) -> WeightFetcher | None:
+        """Writes versions in full for a program that loads no others. None: all versions are full."""
+        config, info = self._config, self._info
+        if config.full_every <= 1:
+            return None
+        run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host) + "-full"
+        return WeightFetcher(fetch_folder(config.fetch_dir), run, keep=1, logger=logger, clock=self._clock)
+
     @abstractmethod
     def start_wait(self) -> tuple[str, str]:
         """For a status line about the engine's start: what the server waits for, in words; and the folder, interpreter or URL that
@@ -93,22 +106,39 @@ class SGLangEngines(Engines):
         from asyncrl.generation.sglang_process import own_server
 
         config, info = self._config, self._info
-        local = None
-        logs = Path(info.run_dir) / "logs" / f"attempt_{info.attempt}"
         server = own_server(
             config.generation,
             config.model_path,
             tensor=config.tensor_parallel,
             gpus=info.gpus,
             seed=info.seed * 1000 + info.index,
-            log=logs / f"{info.kind}_{info.index}_sglang.log",
+            log=self._log("sglang"),
             clock=self._clock,
             sleeps=config.shares_devices,
         )
-        if config.full_every > 1:
-            run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host) + "-full"
-            local = WeightFetcher(fetch_folder(config.fetch_dir), run, keep=1, logger=logger, clock=self._clock)
-        return SGLangEngine(arguments, server, local)
+        return SGLangEngine(arguments, server, self._writer())
+
+
+class VLLMEngines(Engines):
+    """A vLLM server that this process starts and owns."""
+
+    def start_wait(self) -> tuple[str, str]:
+        return "starting vLLM", self._config.generation.python or "this environment's"
+
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
+        from asyncrl.generation.vllm import VLLMEngine, own_server
+
+        config, info = self._config, self._info
+        server = own_server(
+            config.generation,
+            config.model_path,
+            tensor=config.tensor_parallel,
+            gpus=info.gpus,
+            seed=info.seed * 1000 + info.index,
+            log=self._log("vllm"),
+            clock=self._clock,
+        )
+        return VLLMEngine(arguments, server, self._writer())
 
 
 class ExternalEngines(Engines):
@@ -129,6 +159,7 @@ class ExternalEngines(Engines):
 KINDS: dict[str, type[Engines]] = {
     "transformers": EmbeddedEngines,
     "sglang": SGLangEngines,
+    "vllm": VLLMEngines,
     "external": ExternalEngines,
 }
 

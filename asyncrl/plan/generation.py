@@ -93,7 +93,11 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     shares = generation.prefix_sharing and generation.interrupt != "in_place"
     if allocation.traits.sizes_own_cache:
         block = _number(generation.server_args, "page-size", 1)
-        share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
+        share = allocation.traits.memory_share
+        if share:
+            share = _number(generation.server_args, "gpu-memory-utilization", share)
+        else:
+            share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
         static = int((device.memory - libraries) * share)
         free, of_request = max(static - weights, 0), _SGLANG_STATES if shares else 1
         num_states = _sglang_states(generation.server_args, free, state, max_requests, shares=shares)

@@ -294,7 +294,7 @@ def test_the_config_is_checked_before_anything_is_loaded(tmp_path: Path) -> None
         kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1, run_dir=str(tmp_path), seed=1,
         name_resolve=NameResolveConfig(endpoints=["memory://"]), runtime=RuntimeConfig(),
     )  # fmt: skip
-    for engine, path, word in [("vllm", tmp_path, "vllm"), ("transformers", tmp_path, "config.json")]:
+    for engine, path, word in [("tgi", tmp_path, "tgi"), ("transformers", tmp_path, "config.json")]:
         with pytest.raises(ValueError, match=word):
             GenerationServer(GenerationServerConfig(info, engine, str(path), str(path), GENERATION, 1))
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from real_server import START_LIMIT_S, ServerInThread
-from weight_store import WeightStore
 
 from asyncrl.config.engines import SGLANG_PROGRAM
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.server_environment import find_program
+from tests.support.weight_store import WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
-from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
@@ -34,6 +33,7 @@ from asyncrl.launch.experiment import validate
 from asyncrl.protocol.generation import SamplingParams
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.versions import tensor_files, version_dir
+from tests.support.weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
 SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 

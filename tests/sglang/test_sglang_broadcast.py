@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from weight_store import V0, V1, V2, V3, WeightStore
 
 from asyncrl.config.schema import GenerationConfig, WeightsConfig
 from asyncrl.generation.engine import EngineArguments, EngineRequest, Generated, WeightsRefused
@@ -30,6 +29,7 @@ from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import GroupMember
 from tests.support.buckets import pack
 from tests.support.services import make_services
+from tests.support.weight_store import V0, V1, V2, V3, WeightStore
 
 LIMIT_S = 120.0  # limit for one wait, on a busy machine
 PROMPT = list(range(3, 40))  # spans several pages of the prefix cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from weight_store import WeightStore
 
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
+from tests.support.weight_store import WeightStore
 
 LIMIT_S = 240.0  # of one start of SGLang
 STEPS = 4

@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
-import numpy as np
 import psutil
 import pytest
 from real_server import START_LIMIT_S
-from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig
@@ -27,7 +24,6 @@ from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
-    Generated,
     RequestRefused,
     WeightsRefused,
 )
@@ -40,8 +36,9 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import read_json_lines
 from tests.support.memory_names import memory_system, open_names
+from tests.support.server_load import LIMIT_S, Counter, close_to, make_prompt, respond, within
+from tests.support.weight_store import MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 
-LIMIT_S = 120.0  # limit for one wait, on a busy machine
 LONG = SamplingParams(
     max_new_tokens=600, ignore_eos=True
 )  # runs for a second or two, so that it still runs when a delayed test acts
@@ -68,63 +65,10 @@ async def attached(
         await engine.close()
 
 
-class Counter:
-    """Counts tokens as they arrive. A test can wait for a number of them."""
-
-    def __init__(self) -> None:
-        self.count, self.by_version = 0, dict[str, int]()
-        self._more = asyncio.Event()
-
-    def __call__(self, tokens: int, version: str) -> None:
-        self.count += tokens
-        self.by_version[version] = self.by_version.get(version, 0) + tokens
-        self._more.set()
-
-    async def reaches(self, count: int) -> None:
-        async def wait() -> None:
-            while self.count < count:
-                self._more.clear()
-                await self._more.wait()
-
-        await asyncio.wait_for(wait(), LIMIT_S)
-
-
 def counter_of(engine: SGLangEngine) -> Counter:
     counter = engine.counter  # type: ignore[attr-defined]
     assert isinstance(counter, Counter)
     return counter
-
-
-def make_prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(1, 64) for _ in range(length)]
-
-
-def joined(pieces: list[Generated]) -> Generated:
-    """Join the pieces of a response as a client does."""
-    tokens, logprobs, spans = list[int](), list[float](), list[VersionSpan]()
-    for piece in pieces:
-        offset = len(tokens)
-        tokens, logprobs = tokens + piece.token_ids, logprobs + piece.logprobs
-        spans += [VersionSpan(version=s.version, start=offset + s.start, end=offset + s.end) for s in piece.spans]
-    return Generated(tokens, logprobs, pieces[-1].finish, spans)
-
-
-async def respond(engine: SGLangEngine, rid: str, prompt: list[int], params: SamplingParams) -> Generated:
-    """A whole response. It is resumed with its prefix after each interruption."""
-    pieces: list[Generated] = []
-    while not pieces or pieces[-1].finish.type == "abort":
-        has = [token for piece in pieces for token in piece.token_ids]
-        wanted = msgspec.structs.replace(params, max_new_tokens=params.max_new_tokens - len(has))
-        pieces.append(await engine.submit(EngineRequest(f"{rid}.{len(pieces)}", prompt + has, wanted)))
-    return joined(pieces)
-
-
-def close_to(found: list[float], expected: list[float]) -> None:
-    np.testing.assert_allclose(found, expected, atol=EXACT, rtol=0)
-
-
-async def within(awaitable: Any, limit_s: float = LIMIT_S) -> Any:
-    return await asyncio.wait_for(awaitable, limit_s)
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling

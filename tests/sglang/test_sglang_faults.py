@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from weight_store import V0, WeightStore
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation import sglang
@@ -34,6 +33,7 @@ from asyncrl.testing.runs import (
 )
 from tests.support.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from tests.support.live_runs import freeze_at_work, resume
+from tests.support.weight_store import V0, WeightStore
 
 LIMIT_S = 240.0  # SGLang starts within 15 s on an idle machine
 BATCH = 4

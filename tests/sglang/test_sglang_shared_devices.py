@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from weight_store import WeightStore
 
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
 from tests.support.replays import recording_of_lineage
+from tests.support.weight_store import WeightStore
 
 LIMIT_S = 240.0  # of one start of SGLang
 STEPS = 3

@@ -77,7 +77,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("runtime.push_credit_items=0", "runtime.push_credit_items=0: must be at least 1"),
         ("train.batch_size", "is not of the form key=value"),
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
-        ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),
+        ("allocation=tgi.d1+d1", "unknown generation engine 'tgi'"),
         ("allocation=transformers.d1m2+d2m2", "the engine transformers runs data parallel only: use d1p1m1"),
         ("allocation=transformers.d2r2+d1", "d2p1m1r2 generates: r is for training; use d4p1m1"),
         ("allocation=sglang.d1c2+d1", "d1p1m1c2 generates: c is for training; use d1p1m1"),

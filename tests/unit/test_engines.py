@@ -153,7 +153,7 @@ def test_a_new_engine_is_a_row(fake: None) -> None:
     assert problems("fake.d2p1m2+d1p1m1", server_args={"speed": "1"}) == {}
     assert "the engine fake has no stages: use d1p1m1" in problems("fake.d1p2m1+d1p1m1")["allocation"]
     told = problems("transformers.d1p1m1+d1p1m1", server_args={"speed": "1"})["generation.server_args"]
-    assert told.startswith("is for the engine sglang or fake;")
+    assert told.startswith("is for the engine sglang or vllm or fake;")
 
 
 @pytest.mark.parametrize(

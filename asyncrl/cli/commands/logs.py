@@ -25,6 +25,7 @@ from rich.text import Text
 
 from asyncrl.cli.commands.common import RUN_HELP, Commands, add_command, print_json
 from asyncrl.cli.commands.which_run import run_dir_of
+from asyncrl.config.engines import SGLANG_PROGRAM, VLLM_PROGRAM
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
@@ -225,8 +226,9 @@ def worker_of(stem: str) -> str:
     Names without a number, such as etcd, do not change. generation_server_0_sglang, the log of that server's SGLang
     process, becomes generation_server/0/sglang.
     """
-    if stem.endswith("_sglang"):
-        return f"{worker_of(stem.removesuffix('_sglang'))}/sglang"
+    for program in (SGLANG_PROGRAM.package, VLLM_PROGRAM.package):
+        if stem.endswith(f"_{program}"):
+            return f"{worker_of(stem.removesuffix(f'_{program}'))}/{program}"
     kind, underscore, index = stem.rpartition("_")
     return f"{kind}/{index}" if underscore and index.isdigit() else stem
 

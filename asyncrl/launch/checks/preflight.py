@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
@@ -26,6 +27,7 @@ from asyncrl.config.schema import (
 from asyncrl.config.transports import FILES, forms_nccl_groups
 from asyncrl.config.validation import problems_of_generating_step
 from asyncrl.data.model_folder import read_object, text_config
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -396,6 +398,24 @@ def _check_engines(case: Case) -> Iterator[ConfigError]:
         )
 
 
+def _check_on_cpu(case: Case) -> Iterator[ConfigError]:
+    """Check that the engine can serve this model on a CPU: the width of its attention heads, and tied embeddings."""
+    config, model = case.config, text_config(case.model)
+    width = model.get("head_dim") or model.get("hidden_size", 0) // (model.get("num_attention_heads") or 1)
+    for engine in {allocation_of(phase).engine for phase in phases(config)} if not case.devices else ():
+        heads, tied_limit = traits_of(engine).cpu_heads, traits_of(engine).cpu_tied_limit
+        if tied_limit and ModelLimits.of(config.model_path).tied:
+            yield ConfigError(
+                f"allocation={config.allocation}: model_path={config.model_path!r} has tied embeddings; {tied_limit}: use a model "
+                "with tie_word_embeddings=false, a GPU, or the engine transformers"
+            )
+        if heads and width not in heads:
+            yield ConfigError(
+                f"allocation={config.allocation}: model_path={config.model_path!r} has attention heads of width {width}; on a CPU "
+                f"{engine} has only {', '.join(map(str, heads))}: use another model, or the engine transformers"
+            )
+
+
 def _forms_batches(config: ExperimentConfig) -> bool:
     return _generates(config) and mode_of(config.mode).forms_batches
 
@@ -420,7 +440,8 @@ CHECKS = (
     ),
     Check("vocabulary", lambda case: check_vocabulary(case.tokenizer_path, case.model), needs=(MODEL, TOKENIZER)),
     Check("other models and layout", _check_models, needs=(MODEL, FIELDS)),
-    Check("SGLang", _check_engines, reads=("allocation", "generation", "weights", "mode"), when=_generates),
+    Check("SGLang or vLLM", _check_engines, reads=("allocation", "generation", "weights", "mode"), when=_generates),
+    Check("engine on a CPU", _check_on_cpu, reads=("allocation", "mode"), needs=(MODEL,), when=_generates),
     Check("chat template", _check_chat_template, reads=("prompts", "eval", "train.ptx"), needs=(TOKENIZER,)),
     Check("supervised texts", _check_ptx, reads=("train.ptx",), when=lambda config: mode_of(config.mode).trains),
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),

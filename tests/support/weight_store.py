@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,23 +16,28 @@ from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
 MAX_POSITIONS = 1024
-EXACT = 1e-5  # largest difference between logprobs of SGLang and of transformers with equal weights, in float32
+EXACT = 1e-5  # largest difference between logprobs of a server and of transformers with equal weights, in float32
 _TELLING = 8  # least number of tokens whose mean logprobs always differ clearly between two versions
 
 
 class WeightStore:
     """A model directory and its weight versions."""
 
-    def __init__(self, root: Path, architecture: str = "qwen2") -> None:
+    def __init__(self, root: Path, architecture: str = "qwen2", hidden_size: int = 64, *, tied: bool = True) -> None:
         self.root, self._architecture = root, architecture
+        self._sizes: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "max_positions": MAX_POSITIONS,
+            "tie_embeddings": tied,
+        }
         self.model_path = root / "model"
-        make_tiny_model(self.model_path, architecture, max_positions=MAX_POSITIONS)
+        make_tiny_model(self.model_path, architecture, **self._sizes)
         self._models: dict[WeightVersion, torch.nn.Module] = {}
         for version in (V0, V1, V2, V3):
             self.write(version)
 
     def tensors(self, version: WeightVersion) -> dict[str, torch.Tensor]:
-        model = make_tiny_model(None, self._architecture, max_positions=MAX_POSITIONS, seed=1 + version.version)
+        model = make_tiny_model(None, self._architecture, seed=1 + version.version, **self._sizes)
         return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor appears once
 
     def write(self, version: WeightVersion, tensors: dict[str, torch.Tensor] | None = None, run: str = "run") -> Path:
@@ -60,7 +66,8 @@ class WeightStore:
         if version not in self._models:
             self._models[version] = AutoModelForCausalLM.from_pretrained(self.path(version), dtype=torch.float32)
         with torch.no_grad():
-            return self._models[version](torch.tensor([ids])).logits[0]
+            logits: torch.Tensor = self._models[version](torch.tensor([ids])).logits[0]
+        return logits
 
     def assert_versions_are_exact(self, prompt: Sequence[int], generated: Generated) -> set[str]:
         """Assert that each token's logprob matches the version that labels its span, and that no other version matches the span.
