@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -47,7 +48,8 @@ class RequestStates:
         self._rows: Sequence[Row] = ()  # of the current pass; empty outside of one
         self.names = list(modules := modules_with_state(model))
         for name, module in modules.items():
-            module.forward = partial(self._forward, name, int(module.layer_idx), module.forward)  # type: ignore[arg-type]
+            own = "past_key_values" if "past_key_values" in signature(module.forward).parameters else "cache_params"
+            module.forward = partial(self._forward, name, int(module.layer_idx), own, module.forward)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def of_pass(self, rows: Sequence[Row], known: Container[str]) -> Iterator[None]:
@@ -61,12 +63,19 @@ class RequestStates:
             self._rows = ()
 
     def _forward(
-        self, name: str, layer: int, forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **options: Any
+        self,
+        name: str,
+        layer: int,
+        argument: str,
+        forward: Callable[..., Tensor],
+        hidden_states: Tensor,
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
-        """hidden_states: [1, T, H], the tokens of all rows and then padding, whose outputs are zeros."""
+        """argument: the module's name for a cache. hidden_states: [1, T, H], the tokens of all rows and then padding, whose outputs
+        are zeros."""
         if not self._rows:
             return forward(hidden_states, *args, **options)
-        argument = "past_key_values" if "past_key_values" in options else "cache_params"
         starts = [0, *accumulate(row.length for row in self._rows)]
         batches: dict[tuple[int, bool], list[tuple[Row, int]]] = {}
         for row, start in zip(self._rows, starts, strict=False):

@@ -156,7 +156,8 @@ class _Runner(ModelRunner):
     """Forward pass with our attention plan and our sampling."""
 
     sampling_args: _SamplingArgs
-    places: dict[int, int]  # of layers in the KV cache; empty: another attention than padded_attention.py is used
+    # Of layers in the KV cache; empty: padded_attention.py is not used, or the model has no attention
+    places: dict[int, int]
     states: RequestStates
     routes: RequestRoutes | None
     scheduler: Scheduler
@@ -276,13 +277,13 @@ class _Manager(ContinuousBatchingManager):
         model: Any,
         config: ContinuousBatchingConfig,
         *,
-        padded: Sequence[LayerAttention],
+        padded: Sequence[LayerAttention] | None,
         states: RequestStates,
         routes: RequestRoutes | None,
         on_pass: Callable[[int, int], None],
         trace: Tracer,
     ) -> None:
-        """padded: the model's attention layers; empty: another implementation than padded_attention.py is used."""
+        """padded: the model's attention layers; None: another implementation than padded_attention.py is used."""
         self._padded, self._on_pass, self._trace = padded, on_pass, trace
         self._states, self._routes = states, routes
         with _full_attention(model.config.get_text_config(), padded):
@@ -292,7 +293,7 @@ class _Manager(ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         # transformers would replace our padded attention, which is not in its list of paged implementations
-        if not self._padded:
+        if self._padded is None:
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
@@ -309,10 +310,10 @@ class _Manager(ContinuousBatchingManager):
                 return_logprobs=True,
             )
             runner.sampling_args = self._sampling_args
-            runner.places = {layer.layer: place for place, layer in enumerate(self._padded)}
+            runner.places = {layer.layer: place for place, layer in enumerate(self._padded or ())}
             runner.states, runner.routes, runner.scheduler = self._states, self._routes, processor.scheduler
             processor.model_runner = runner
-            if self._padded:
+            if self._padded is not None:
                 # Keep the inputs and outputs of a pass on the host: transformers would copy each of them to the device on its own
                 inputs: Any = processor.inputs_and_outputs
                 inputs.device = torch.device("cpu")
@@ -340,24 +341,30 @@ class _Manager(ContinuousBatchingManager):
 
 
 @contextlib.contextmanager
-def _full_attention(config: Any, layers: Sequence[LayerAttention]) -> Iterator[None]:
+def _full_attention(config: Any, layers: Sequence[LayerAttention] | None) -> Iterator[None]:
     """In this context the config describes the KV cache that padded_attention.py needs for these layers: all keys of every layer,
     in the layers' own numbers and widths, and no place for layers without attention. transformers' cache would keep only a window
-    of keys, and derives the widths from other fields than the layers do. No layers: the config stays as it is."""
+    of keys, and derives the widths from other fields than the layers do. A model without attention gets a cache that it does not
+    use. None: the config stays as it is."""
     changed: dict[str, Any] = {}
-    if layers:
+    if layers is not None:
+        num_places = max(1, len(layers))
         changed = {
-            "num_hidden_layers": len(layers),
-            "layer_types": ["full_attention"] * len(layers),
-            "num_key_value_heads": max(layer.num_key_heads for layer in layers),
-            "head_dim": max(max(layer.key_width, layer.value_width) for layer in layers),
+            "num_hidden_layers": num_places,
+            "layer_types": ["full_attention"] * num_places,
+            "num_attention_heads": getattr(config, "num_attention_heads", 1),
+            "num_key_value_heads": max((layer.num_key_heads for layer in layers), default=1),
+            "head_dim": max((max(layer.key_width, layer.value_width) for layer in layers), default=1),
         }
     changed = {config.attribute_map.get(name, name): value for name, value in changed.items()}
     kept = {name: config.__dict__[name] for name in changed if name in config.__dict__}
+    kind = type(config)
+    config.__class__ = type(kind.__name__, (kind,), changed)  # some configs have a property of such a name
     config.__dict__.update(changed)
     try:
         yield
     finally:
+        config.__class__ = kind
         for name in changed:
             del config.__dict__[name]
         config.__dict__.update(kept)
@@ -475,7 +482,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
         stored = specs_of(weights.tensor_files(Path(self._initial_path)))
         self._others = {name: stored[name] for name in stored.keys() - self._places.keys()}
-        self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
+        self._scoring = "sdpa" if layers and not any(layer.needs_eager for layer in layers) else "eager"
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         self._max_length = min(
@@ -484,7 +491,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         for eos in (text_config.eos_token_id, getattr(self._model.generation_config, "eos_token_id", None)):
             self._eos_token_ids.update([eos] if isinstance(eos, int) else eos or [])
         try:
-            self._manager = self._make_manager(layers if padded else ())
+            self._manager = self._make_manager(layers if padded else None)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             # An architecture that transformers' cache does not know
             raise self._cannot_run(error) from error
@@ -497,7 +504,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         by_request = bool(self._states.names) or self._returns_routes
         return self._config.prefix_sharing and self._config.interrupt != "in_place" and not by_request
 
-    def _make_manager(self, padded: Sequence[LayerAttention]) -> _Manager:
+    def _make_manager(self, padded: Sequence[LayerAttention] | None) -> _Manager:
         config = self._config
         manager = _Manager(
             self._model,

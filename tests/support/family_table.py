@@ -1,8 +1,8 @@
 """The table of families: what the self-check says of each causal language model of transformers.
 
 `python -m tests.support.family_table --write` makes a small copy of each architecture, runs trainer and embedded engine on it as
-`asyncrl-launch check` does, and writes the table to docs/families.md. With names of families it prints their
-verdicts, and the time that each takes, and writes nothing.
+`asyncrl-launch check` does, and writes the table to docs/families.md. With names of families it judges these only;
+without --write it writes nothing. It prints the verdicts, and the time that each takes.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 10) * 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "conv"]},
@@ -148,6 +149,7 @@ _REASONS = (
     (r"masks attention in a way", "it masks attention in a way that asyncrl does not compute"),
     (r"layers with keys of several sizes", "the KV cache of the embedded engine has one size of keys"),
     (r"changes its logits", "it changes its logits after the output layer in a way that asyncrl does not compute"),
+    (r"was decoded with another logprob", "transformers decodes another logprob than its own forward pass gives"),
     (
         r"embedded engine cannot sample|generation.attention",
         "the embedded engine has no cache or attention for its layers",
@@ -205,17 +207,17 @@ def listed() -> dict[str, Verdict]:
     return {verdict.family: verdict for verdict in found}
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     quiet: Any = transformers.logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
-    verdicts = []
-    for family in families() if list(names) == ["--write"] else names:
-        verdicts.append(judge(family))
-        found = verdicts[-1]
+    names = [argument for argument in arguments if argument != "--write"]
+    verdicts = listed() if names else {}
+    for family in names or families():
+        found = verdicts[family] = judge(family)
         print(f"{family:26s} {found.seconds:5.1f} s  {found.trainer}  {found.reason}", flush=True)
-    if list(names) == ["--write"]:
-        write(verdicts)
+    if "--write" in arguments:
+        write([verdicts[family] for family in sorted(verdicts)])
 
 
 if __name__ == "__main__":
