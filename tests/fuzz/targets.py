@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
-from asyncrl.data.sequence import SequenceSample, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample, decode_sample, encode_sample, is_words
 from asyncrl.generation.engine import EngineUnavailable, RequestRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService
@@ -178,6 +178,8 @@ def _sample(lengths: Sequence[int] = (3, 2)) -> SequenceSample:
                 "packed_logprobs": [np.zeros(n, dtype=np.float32) for n in lengths],
                 "loss_mask": [np.ones(n, dtype=np.bool_) for n in lengths],
                 "rewards": [0.5] * len(lengths),
+                "words_found": [{"answer": "3\u00b7x", "tools": [None, n, 0.5]} for n in lengths],
+                "prompt_words_answer": "42",
             }
         ],
     )
@@ -218,6 +220,15 @@ def _parted(data: bytes) -> tuple[bytes, list[bytes]]:
     return header, frames
 
 
+def _words_of(sample: SequenceSample) -> dict[str, list[list[Any]]]:
+    """All words of a sample. Bytes that are no JSON are refused when they are read."""
+    found = {}
+    for key in filter(is_words, sample.data):
+        with suppress(ValueError):
+            found[key] = sample.words(key)
+    return found
+
+
 def _codec() -> Target:
     def run(data: bytes) -> None:
         header, frames = _parted(data)
@@ -225,6 +236,7 @@ def _codec() -> Target:
         again = decode_sample(*encode_sample(sample), max_bytes=MAX_BYTES)
         assert again.ids == sample.ids
         assert list(again.data) == list(sample.data)
+        assert _words_of(again) == _words_of(sample)
 
     corpus = [_joined(*encode_sample(_sample(lengths))) for lengths in ((3, 2), (1,), (0, 40), (7,) * 9)]
     return Target("codec", corpus, run, (CodecError,))
