@@ -47,6 +47,7 @@ _MOST_CHARACTERS = 1024  # for each token of max_prompt_length: a text with more
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 _BOM = b"\xef\xbb\xbf"
+_UNSEEN_KEYS = ("images", "videos")  # columns of other systems' data for models that read images
 
 Row = dict[str, Any]
 
@@ -419,6 +420,10 @@ def _check_row(config: PromptSourceConfig, row: Any) -> None:
     task = row.get(config.task_key, config.default_task) if config.task_key else DEFAULT_TASK
     if not isinstance(task, str):
         raise ValueError(f"the task under {config.task_key!r} must be a string, found {shortened(task)}")
+    if seen := [key for key in _UNSEEN_KEYS if isinstance(row.get(key), list) and row[key]]:
+        raise ValueError(
+            f"the prompt has {seen[0]}, which no model would see; only text is supported. Remove the prompt"
+        )
     prompt = row[config.prompt_key]
     if isinstance(prompt, list) and not config.chat_template:
         raise ValueError(f"{config.prompt_key!r} is a list of messages; set prompts.chat_template=true to render them")

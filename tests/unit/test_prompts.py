@@ -457,6 +457,15 @@ def test_a_chat_that_the_template_refuses_raises_prompt_error(tmp_path: Path) ->
         PromptSource(PromptSourceConfig(path=path, chat_template=True), tokenizer).get(Locator(0, 0))
 
 
+@pytest.mark.parametrize("key", ["images", "videos"])
+def test_a_prompt_with_images_is_refused(tmp_path: Path, key: str) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1, key: []}])
+    PromptSource(PromptSourceConfig(path=path), make_char_tokenizer(None, "ab")).get(Locator(0, 0))
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1, key: ["a.png"]}])
+    with pytest.raises(ValueError, match=rf"p\.jsonl:1: the prompt has {key}, which no model would see"):
+        PromptSource(PromptSourceConfig(path=path), make_char_tokenizer(None, "ab"))
+
+
 @pytest.mark.parametrize("prompt", [[], [1], [{"role": "user"}], {"role": "user", "content": "a"}])
 def test_an_invalid_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
