@@ -67,3 +67,24 @@ def test_16_bits_take_the_varlen_kernel():
 
     assert why(torch.bfloat16) == why(torch.float16) == ""
     assert "float32" in why(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_some_heads_have_the_values_that_they_have_among_all(dtype):
+    """Each context rank computes some of the heads of a row."""
+    segments = attention.Segments.of(LENGTHS, device="cuda")
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, sum(LENGTHS), 64, device="cuda", dtype=dtype) for heads in (8, 4, 4))
+
+    def attend(part: slice, keys: slice) -> torch.Tensor:
+        layer = torch.nn.Module()
+        return attention.packed_attention(layer, query[:, part], key[:, keys], value[:, keys], None, segments=segments)[
+            0
+        ]
+
+    whole = attend(slice(8), slice(4))
+    for ranks in (2, 4, 8):  # of 8, two have the same head of keys and values
+        for rank in range(ranks):
+            part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+            keys = slice(rank * 4 // ranks, max((rank + 1) * 4 // ranks, rank * 4 // ranks + 1))
+            torch.testing.assert_close(attend(part, keys), whole[:, :, part])

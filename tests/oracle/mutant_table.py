@@ -624,4 +624,14 @@ MUTANTS = [
             "test_targets_that_are_normalised_over_the_batch_are_made_once_from_all_of_its_parts",
         ),
     ),
+    *_of(
+        "asyncrl/model/row_ranks.py",
+        "tests/unit/test_packing.py",
+        (
+            "predictions-stay-in-the-order-of-the-ranks",
+            'by_owner = np.argsort(owners, kind="stable")',
+            "by_owner = np.arange(len(owners))",
+            "test_each_prediction_is_made_by_the_rank_that_has_its_predictor",
+        ),
+    ),
 ]

@@ -76,7 +76,7 @@ def test_a_plan_agrees_with_real_ranks(case: Case, tmp_path: Path, ranks: RankPr
 
 @pytest.mark.parametrize(
     ("grid", "role", "checkpointing"),
-    [("d2", "actor", True), pytest.param("m2", "actor", False, marks=pytest.mark.release)],
+    [("d2", "actor", True), ("c2", "actor", True), pytest.param("m2", "actor", False, marks=pytest.mark.release)],
 )
 def test_a_plan_of_shared_prompts_agrees_with_real_ranks(
     grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
