@@ -574,6 +574,24 @@ def run_compiled(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 @pytest.mark.timeout(300)
+def compile_refusal(rank: int, grid: str, path: str) -> str:
+    """The message of the refusal to compile, or ""."""
+    try:
+        self_check.compile_checked(make_engine(grid, path), "model", 1.0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("grid", "reason"), [("m2", "its layers are split"), ("c2", "its context ranks exchange heads")]
+)
+def test_layers_that_exchange_parts_of_rows_are_not_compiled(ranks, paths, grid, reason):
+    ranks.run(make_meshes)
+    for told in ranks.run(compile_refusal, grid, paths["tied"], num_ranks=2):
+        assert f"train.compile='on': model cannot be compiled: {reason}" in told
+
+
 def test_compiled_layers(ranks, paths):
     """FSDP gathers and frees the weights of compiled layers, and stages have only some layers."""
     ranks.run(make_meshes)
