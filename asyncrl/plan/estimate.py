@@ -25,6 +25,10 @@ _LOGIT_BYTES = 10  # of one logit in the loss: two float32 copies and one in tra
 _BLOCK_LOGITS = 1 << 26  # the most at a time on a GPU, as in model/logprobs.py
 # Values that the backward pass of a layer needs of a token, per hidden unit and per unit of the MLP
 _SAVED_HIDDEN, _SAVED_MLP = 12, 4
+# Values in float32 that it needs of a token and head in transformers' gated delta rule: per unit of a key, per unit of a value,
+# and others.
+# From plans with keys and values of 64 and 128 units
+_SAVED_KEY, _SAVED_VALUE, _SAVED_CHUNK = 15, 11, 280
 
 
 def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:
@@ -50,7 +54,9 @@ def _rank(
     value, resident = DTYPE_BYTES[config.train.dtype], Counter[str]()
     for model in models.values():
         grid = ParallelGrid.parse(model.grid)
-        held = ModelShape.of(model.path).parameters * grid.num_copies // grid.size
+        shape = ModelShape.of(model.path)
+        whole_on_each = shape.state_parameters * (grid.parts(MATRICES) - 1)  # tensor ranks do not split them
+        held = (shape.parameters + whole_on_each) * grid.num_copies // grid.size
         if model.trainable or not model.offload:
             resident.update({kind: each * held for kind, each in resident_bytes(model, config.train.dtype).items()})
     steps = [_step(config, models[mfc.model], mfc, value) for mfc in mfcs]
@@ -78,10 +84,13 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
     budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches) / context)
     row_tokens, prefix = (load.tokens - load.shared) // context, load.prefix or 1
-    forward = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
-    forward /= grid.replica_size
+    needed = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
+    # Tensor ranks do not split layers with a state, which compute a shared prompt for each sequence
+    of_states = shape.state_flops * load.tokens / (grid.num_stages * context)
+    forward = (needed - shape.state_flops * (load.tokens - load.shared)) / grid.replica_size + of_states
     layers = math.ceil(shape.num_layers / grid.num_stages)
-    whole = shape.parameters // (grid.num_stages * split)  # parameters, gathered from the ranks that share them out
+    # Parameters, gathered from the ranks that share them out
+    whole = (shape.parameters + shape.state_parameters * (split - 1)) // (grid.num_stages * split)
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
     of_gradients = _FLOAT * whole * load.minibatches
     passes = 3 if train.gradient_checkpointing and trains else 2 if trains else 1  # through each layer
@@ -118,11 +127,16 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     if train.gradient_checkpointing == KEEP_ATTENTION:
         of_attention = shape.heads * shape.head_dim * shape.attention_layers // shape.num_layers
         entries += budget * of_attention * value // split
-    kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
+    of_state, state = 0, shape.state
+    if state is not None:
+        of_head = _SAVED_KEY * state.key_width + _SAVED_VALUE * state.value_width + _SAVED_CHUNK
+        of_state = budget * load.tokens // (load.tokens - load.shared) * _FLOAT * state.heads * of_head
+    of_layers = layers * of_layer + layers * shape.state_layers // shape.num_layers * of_state
+    kept = (layers * entries if train.gradient_checkpointing else of_layers) * grid.num_stages
     logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split
     unsharded = grid.uses_fsdp and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {
-        "activations": kept * trains + of_layer,
+        "activations": kept * trains + of_layer + of_state,
         "logits": _LOGIT_BYTES * min(logits, _BLOCK_LOGITS),
         "gathered": 2 * value * (shape.layer_parameters + shape.vocab * shape.hidden) // split * grid.uses_fsdp,
         "other": _FLOAT * whole * (trains and unsharded),
@@ -135,7 +149,7 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         kinds=parts,
         flops=int(forward * ((4 if train.gradient_checkpointing else 3) if trains else 1)),
         collectives=collectives,
-        model_flops=int(forward * (3 if trains else 1)),
+        model_flops=int(needed / grid.replica_size * (3 if trains else 1)),
         tokens=load.tokens,
         shared=load.shared,
     )

@@ -205,9 +205,14 @@ class ModelShape:
         return -(-self.state_layers * self.state.state_bytes(value) // tensor) if self.state is not None else 0
 
     @property
+    def state_parameters(self) -> int:
+        """The parameters of all layers with a state, beside their norms and MLPs. Tensor ranks of training do not split them."""
+        return self.state_layers * self.state.parameters if self.state is not None else 0
+
+    @property
     def state_flops(self) -> int:
         """FLOPs of a token in all layers with a state, forward."""
-        return self.state_layers * (2 * self.state.parameters + self._rule_flops) if self.state is not None else 0
+        return 2 * self.state_parameters + self.state_layers * self._rule_flops
 
     def forward_flops(self, tokens: int, length: int) -> float:
         """FLOPs of one forward pass over whole sequences of `length` tokens, `tokens` in all (ModelFlops, without windows). The
@@ -241,8 +246,9 @@ class ModelShape:
 
     def _count(self, experts: int) -> int:
         sparse = self.num_layers - self.dense_layers
-        of_states = self.state_layers * self.state.parameters if self.state is not None else 0
-        layers = self.attention_layers * self._attention + of_states + self.num_layers * self.norms * self.hidden
+        layers = (
+            self.attention_layers * self._attention + self.state_parameters + self.num_layers * self.norms * self.hidden
+        )
         mlps = sparse * self._mlp(experts) + self.dense_layers * 3 * self.hidden * self.dense_width
         return layers + mlps + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 

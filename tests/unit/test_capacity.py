@@ -436,6 +436,30 @@ def test_an_estimate_counts_a_shared_prompt_once(load):
     assert inference.model_flops == int(shape.forward_flops(tokens, 1536) - shape.forward_flops(copies, 512))
 
 
+def test_an_estimate_of_a_hybrid_counts_its_states_on_each_tensor_rank(load, monkeypatch):
+    """Two tensor ranks compute the same states, each with the values that the rule's backward pass needs."""
+    hybrid = ModelShape.from_config(QWEN35_9B)
+    attends = replace(hybrid, state_layers=0, state=None, stored=hybrid.parameters - 24 * 67_403_968)
+    found = {}
+    for shape in (hybrid, attends):
+        monkeypatch.setattr(ModelShape, "of", lambda path, shape=shape: shape)
+        (found[shape],) = estimate_ranks(load("allocation=sglang.d2+m2", "train.gradient_checkpointing=true"))
+    with_state, without = (rank.steps[0] for rank in found.values())
+    of_state = 16_384 * 4 * 32 * (15 * 128 + 11 * 128 + 280)
+    assert with_state.at_peak["activations"] - without.at_peak["activations"] == of_state
+    parameters = [each.at_peak["parameters"] for each in found.values()]
+    assert parameters[0] - parameters[1] == 4 * 24 * 67_403_968  # whole, and not their half
+    rule = 24 * 32 * (64 * 8 * 128 + 6 * 128 * 128)
+    in_full = with_state.tokens * (2 * 24 * 67_403_968 + rule)
+    others = with_state.tokens * shape_flops(hybrid) - in_full
+    assert with_state.flops == pytest.approx(others / 2 + in_full)
+    assert with_state.model_flops == pytest.approx((others + in_full) / 2)
+
+
+def shape_flops(shape):
+    return shape.forward_flops(1536, 1536) / 1536
+
+
 def test_the_time_of_generation(load):
     shape = ModelShape.from_config(QWEN_7B)
     config = load("generation.max_running_requests=32")  # 64 requests for each of 2 servers
