@@ -26,6 +26,7 @@ from asyncrl.model.checkpoint import snapshot
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.testing.tiny import make_tiny_model
+from tests.support.vision_models import is_of_text, make_vision_model
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
 CACHE = 100 * 16 * 10  # number of values
@@ -156,6 +157,13 @@ def test_all_layers_with_attention_have_keys_in_the_cache(tmp_path, nested):
     shape["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention", "linear_attention"]
     (tmp_path / "config.json").write_text(json.dumps({"text_config": shape} if nested else shape))
     assert ModelSize.of(str(tmp_path)).kv_values_per_token == 2 * 3 * 2 * 16
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_towers_and_heads_that_predict_several_tokens_do_not_count(tmp_path, family):
+    tensors = make_vision_model(tmp_path, family)
+    of_text = sum(tensor.numel() for name, tensor in tensors.items() if is_of_text(name))
+    assert ModelSize.of(str(tmp_path)).num_parameters == of_text < sum(map(torch.numel, tensors.values()))
 
 
 def test_requests_of_a_hybrid_have_states(tmp_path):

@@ -33,6 +33,8 @@ _LAYER = re.compile(r"(?<=\.)(\d+)\.")  # the first number in the name of a tens
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|embeddings)\.weight$")
 _SHOWN_CHARS = 40
 _MAX_TOKENIZER_BYTES = 500_000_000
+# How the names of these parts begin: towers, projections of their outputs, heads that predict several tokens
+_BESIDE_TEXT = ("audio", "mtp", "multi_modal_projector", "vision", "visual")
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
 
@@ -84,8 +86,8 @@ def causal_architectures() -> set[str]:
 
 
 def count_parameters(model_path: str, *, field: str = "model_path") -> int:
-    """Return the number of parameters in the model's safetensors files. Raises ConfigError if a file is missing or damaged, lies
-    outside the folder, or does not have the sizes that config.json gives."""
+    """Return the number of the language model's parameters in the safetensors files. Raises ConfigError if a file is missing or
+    damaged, lies outside the folder, or does not have the sizes that config.json gives."""
     folder, where = Path(model_path).expanduser(), f"{field}={model_path!r}"
     if (folder / SINGLE).is_file():
         files = {folder / SINGLE}
@@ -117,7 +119,12 @@ def count_parameters(model_path: str, *, field: str = "model_path") -> int:
             raise ConfigError(f"{where}: {file.name} {error}; copy it again") from error
     if problem := _contradiction(folder, shapes):
         raise ConfigError(f"{where}: config.json {problem}; they do not belong together: copy the model again")
-    return sum(map(math.prod, shapes.values()))
+    return sum(math.prod(shape) for name, shape in shapes.items() if not _is_beside_text(name))
+
+
+def _is_beside_text(name: str) -> bool:
+    """Whether a tensor belongs to a part that a run does not load into its models (architectures/towers.py)."""
+    return any(part.startswith(_BESIDE_TEXT) for part in name.split("."))
 
 
 def _contradiction(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
