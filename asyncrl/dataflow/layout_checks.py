@@ -129,6 +129,8 @@ def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object], *, split_e
 
 def _problem_of_context(grid: ParallelGrid, sizes: Mapping[str, int]) -> str:
     """sizes: the numbers of heads, which the tensor parallel ranks divide evenly."""
+    if grid.parts(TOKENS) == 1:
+        return ""
     heads, key_heads = (size // grid.parts(MATRICES) for size in [*sizes.values()][:2])
     problem = problem_of_heads(heads, key_heads, grid.parts(TOKENS))
     fitting = ", ".join(f"c{size}" for size in range(1, heads + 1) if not problem_of_heads(heads, key_heads, size))
