@@ -32,6 +32,7 @@ from asyncrl.protocol.errors import same_cause
 from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.board import LONG_WAIT_S
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
+from asyncrl.weights.adapter import ABOUT
 
 WINDOW = 20  # newest steps from which the remaining time is estimated
 _LINE_EVERY_S = 5.0
@@ -506,8 +507,11 @@ def print_summary(run_dir: Path, console: Console) -> None:
     rows = recording_rows(summary) if recorded else _summary_rows(summary, advice)
     cells = [(label, escape(text)) for label, text in rows]
     console.print(FittedTable("Summary", ["", Column("", "text")], cells, show_header=False))
-    model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
-    made = recording_lines(summary, run_dir) if recorded else [f"The trained model: {model}"]
+    final = run_dir / "checkpoints" / "final"
+    model = f"The trained model: AutoModelForCausalLM.from_pretrained('{final}')"
+    if (final / ABOUT).is_file():
+        model = f"The trained adapter, which peft loads: {final}"
+    made = recording_lines(summary, run_dir) if recorded else [model]
     for line in (f"Everything of this run is in {run_dir}", *made):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

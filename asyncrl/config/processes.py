@@ -12,6 +12,7 @@ from asyncrl.config.schema import (
     CheckpointConfig,
     EvalConfig,
     GenerationConfig,
+    LoraConfig,
     ManagerConfig,
     NameResolveConfig,
     NetworkConfig,
@@ -68,6 +69,8 @@ class ModelConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: bool = False  # move the weights off the GPU between MFCs
     float32: bool = False  # its weights are float32 although it is not trained: a moving average
+    lora: LoraConfig | None = None  # it has adapters, and its other weights are frozen
+    base_of: str = ""  # it is the base of this model, which has adapters: it has no weights of its own
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ class GenerationServerConfig:
     tensor_parallel: int = 1  # GPUs of one SGLang server
     fetch: bool = False  # weights.fetch with `auto` resolved
     fetch_dir: str = ""
+    lora: LoraConfig | None = None  # train.lora: versions are adapters of the model
     full_every: int = 1  # weights.full_every; above 1 SGLang's servers write deltas in full to fetch_dir
     shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
     returns_routes: bool = False  # train.routes is not off

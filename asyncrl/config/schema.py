@@ -379,6 +379,20 @@ class PtxConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside the actor's linear layers. Only they are trained; the base model stays as it is in model_path."""
+
+    rank: int = limited(16, at_least=1, at_most=4_096)
+    alpha: float = limited(32.0, above=0)  # the adapters' outputs are multiplied by alpha / rank
+    # Ends of names of linear layers, such as q_proj | all-linear, alone: all of them but the output layer
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    dropout: float = limited(0.0, at_least=0, at_most=0, remedy="must be 0: logprobs must be deterministic")
+    start: str = ""  # folder of an adapter in peft's format with which training begins; "": A random, B zero
+    seed: int = limited(1, at_least=0)  # of the initial values of A
+    merge: bool = False  # beside a saved adapter write the model with the adapter merged into its weights, for the user
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """A moving average of the actor: average <- decay * average + (1 - decay) * actor after each train step.
 
@@ -442,6 +456,7 @@ class TrainConfig:
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     ptx: PtxConfig | None = None  # null: no supervised texts
     ema: EmaConfig | None = None  # null: no moving average of the actor
+    lora: LoraConfig | None = None  # null: all weights are trained
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
     # advantages include them. false: such a reward rejects its prompt
     dense_rewards: bool = False

@@ -25,6 +25,7 @@ from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Conflict, Problem, problems_among
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, TOKENS, ParallelGrid, problem_of_heads
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow, uses_routes
+from asyncrl.dataflow.lora_checks import problems_of_lora
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
@@ -160,6 +161,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         except ValueError as error:
             yield "allocation", config.allocation, str(error)
         else:
+            yield from problems_of_lora(config, allocation, placements)
             if any(devices.on_cpu for devices in allocation.training):
                 yield from problems_among(config, _of_cpu_workers(config))
             if mode_of(config.mode).has_detached_groups:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import (
     EMA,
+    REF,
     CriticConfig,
+    LoraConfig,
     ModelSettings,
     RewardModelConfig,
     RoleConfig,
@@ -30,6 +32,8 @@ def models_of(
     """Return the configs of all models: the placed ones, and the actor's moving average, which is laid out like the actor.
     placements: the actor's is the first one."""
     models = [_model(placement, mfcs, train, model_path) for placement in placements]
+    if models and train.lora is not None:
+        models = with_adapters(models, train.lora)
     if models and train.ema is not None:
         models.append(replace(models[0], name=EMA, trainable=False, offload=False, float32=True))
     return models
@@ -50,6 +54,17 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
         optimizer=settings.optimizer if isinstance(settings, CriticConfig | RoleConfig) else train.optimizer,
         offload=role in train.offload,
     )
+
+
+def with_adapters(models: Sequence[ModelConfig], lora: LoraConfig) -> list[ModelConfig]:
+    """Give the actor, which is the first model, adapters. A reference on its workers that begins with its weights is its base, with
+    the adapters off."""
+    actor = replace(models[0], lora=lora)
+
+    def is_base(model: ModelConfig) -> bool:
+        return model.name == REF and (model.path, model.grid, model.workers) == (actor.path, actor.grid, actor.workers)
+
+    return [actor, *(replace(model, base_of=actor.name) if is_base(model) else model for model in models[1:])]
 
 
 def _kind(settings: ModelSettings | None) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from asyncrl.config.schema import INTERRUPT_MODES, GenerationConfig
+from asyncrl.config.schema import INTERRUPT_MODES, GenerationConfig, LoraConfig
 from asyncrl.data.routes import Routes
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
@@ -185,6 +185,7 @@ class EngineArguments:
     asleep: bool = False  # the engine begins asleep, and `wake` starts it
     # Results have the experts of each token. Only engines with the trait of the same name (config/engines.py) can do that
     returns_routes: bool = False
+    lora: LoraConfig | None = None  # versions are adapters of the model
 
 
 P = TypeVar("P", bound=Pending)

@@ -50,6 +50,7 @@ class Engines(ABC):
                 clock=self._clock,
                 asleep=self._config.shares_devices,
                 returns_routes=self._config.returns_routes,
+                lora=self._config.lora,
             )
         )
 

@@ -45,6 +45,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.scheduler import Scheduler
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
+from asyncrl.architectures.adapters import Adapters, add_adapters
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
 from asyncrl.architectures.checkpoint_names import Place, places_of
 from asyncrl.architectures.small_copy import longest_window
@@ -79,6 +80,7 @@ from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.rank_device import rank_device
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import versions as weights
+from asyncrl.weights.adapter import check_about
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.forms import FORMS
 from asyncrl.weights.versions import VerifiedVersion
@@ -390,7 +392,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
     def __init__(self, arguments: EngineArguments, *, device: str | torch.device = "", seed: int = 1) -> None:
         """device: "cpu", or a GPU with its index, without which no process can join an update group there; "": as rank_device."""
         super().__init__(arguments)
-        self._initial_path, self._seed = arguments.model_path, seed
+        self._initial_path, self._seed, self._lora = arguments.model_path, seed, arguments.lora
         self._returns_routes = arguments.returns_routes
         self._verified = VerifiedVersion()
         self._fingerprint = ""  # of the version on disk that was loaded last; changes to it alter the model in place
@@ -479,9 +481,15 @@ class TransformersEngine(GenerationEngine[_Pending]):
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._states = RequestStates(self._model)
         self._routes = RequestRoutes(self._model, self._initial_path) if self._returns_routes else None
-        self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
-        stored = specs_of(weights.tensor_files(Path(self._initial_path)))
-        self._others = {name: stored[name] for name in stored.keys() - self._places.keys()}
+        self._adapters: Adapters | None = None
+        self._others: dict[str, TensorSpec] = {}
+        if self._lora is None:
+            self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
+            stored = specs_of(weights.tensor_files(Path(self._initial_path)))
+            self._others = {name: stored[name] for name in stored.keys() - self._places.keys()}
+        else:
+            self._adapters = add_adapters(self._model, self._lora, self._initial_path)
+            self._places = self._adapters.places
         self._scoring = "sdpa" if layers and not any(layer.needs_eager for layer in layers) else "eager"
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -709,6 +717,11 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     def _load_version(self, path: Path, version: WeightVersion) -> None:
         """In the control thread."""
+        if self._adapters is not None:
+            try:
+                check_about(path, self._adapters.lora, "", self._adapters.layers)
+            except WeightsError as error:
+                raise WeightsRefused(str(error), classify(error)) from error
         served = self._fingerprint if self._version is not None else ""
         self._fingerprint = self._live().load_version(path, version, self._verified, served)
 

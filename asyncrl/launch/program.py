@@ -181,6 +181,7 @@ class _Run:
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
             full_every=config.weights.full_every,
+            lora=config.train.lora,
             shares_devices=bool(self.allocation.shared_workers),
             returns_routes=uses_routes(config.train),
         )

@@ -106,7 +106,7 @@ def snapshot(models: Mapping[str, TrainEngine]) -> Snapshot:
     result = Snapshot(WorkerState(_random_state(), {}, {}))
     for model_name, model in models.items():
         model.onload()
-        tensors = model.named_parameters()
+        tensors = model.own_parameters()
         holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
         whole = tensors_of(holdings)
         sizes = {name: num_bytes_of(dtype_of(piece.dtype), piece.shape) for name, piece in whole.items()}
@@ -197,7 +197,7 @@ def load(
         source = source if source in saved else (instead or {}).get(model_name, source)
         if source in saved or role not in or_as_is:
             model.onload()
-            _load_model(path, source, model.named_parameters(), model.optimizer, steps.get(source, {}))
+            _load_model(path, source, model.own_parameters(), model.optimizer, steps.get(source, {}))
     if manifest.workers == sorted(workers):
         _set_random_state(states[manifest.workers.index(me)].random)
 

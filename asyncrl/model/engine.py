@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from asyncrl.architectures.adapters import Adapters, add_adapters
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
 from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
@@ -130,11 +131,12 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
-        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on"
+        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on" and model.lora is None
         self.why_written_out: list[str] = []  # of each layer's attention; "": it computes a shared prefix once
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
-        self._float32 = self.trainable or model.float32
+        self.adapters: Adapters | None = None
+        self._float32 = (self.trainable and model.lora is None) or model.float32
         weights_dtype = torch.float32 if self._float32 else self.dtype
         if self._mesh is None:
             self.module = self._load_whole(model, config, weights_dtype, weights)
@@ -148,6 +150,11 @@ class TrainEngine:
             self.shares_prefixes = False  # the engine may have chosen other experts for each copy of a token
             size = self.routes.layout.bytes_per_token
             logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
+        if self.adapters is not None and self.untrained:
+            raise ConfigError(
+                f"model_path={model.path!r} with train.lora: the checkpoint has parts that the trainer does not compute "
+                f"({min(self.untrained)}), which is not proven with adapters; use another model, or train in full"
+            )
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
         self.num_tokens = 0  # of all sequences so far, in training and inference
         self.num_tokens_shared = 0  # of them, those that another sequence of their row has computed
@@ -168,8 +175,13 @@ class TrainEngine:
             keeps = {"context_fn": keep_outputs} if train.gradient_checkpointing == KEEP_ATTENTION else {}
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False, **keeps})
             self.model.train()  # transformers needs it for gradient checkpointing; it changes nothing else, as all dropout is 0
+        if not self.own_parameters():
+            raise ConfigError(
+                f"train.lora.targets={model.lora.targets if model.lora else []}: a stage of {model.grid} has none of them; "
+                "use more targets, or p1"
+            )
         self.optimizer = _make_optimizer(
-            self.named_parameters().values(), model.optimizer, fused=uses_gpu_kernels(self.device)
+            self.own_parameters().values(), model.optimizer, fused=uses_gpu_kernels(self.device)
         )
 
     # ------------------------------------------------------------------------------------------------------------- loading
@@ -195,6 +207,12 @@ class TrainEngine:
         self._read_untrained(whole, model, weights)
         self.with_state = keep_apart(whole)
         self.flops = flops_of(whole)
+        if model.lora is not None:
+            self.adapters = add_adapters(whole, model.lora, model.path)
+            start = self.adapters.start()
+            with torch.no_grad():
+                for name in self.adapters.shapes:
+                    whole.get_parameter(name).copy_(start(name))
         self._slots = sharding.slots(whole)
         stage = Stage(
             whole,
@@ -243,7 +261,9 @@ class TrainEngine:
         read = weights.open_weights(model.path, skeleton, config, dtype)
         self._read_untrained(skeleton.model, model, weights)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
-        if grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
+        if model.lora is not None:
+            self.adapters = skeleton.add_adapters(model.lora, model.path)
+        elif grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
         tensor = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
         if grid.num_stages > 1:
@@ -273,7 +293,7 @@ class TrainEngine:
         self._slots = sharding.fill(stage, skeleton, read, dtype=dtype, device=self.device, path=model.path)
         self._split = skeleton.split
         if tensor is not None:
-            self._partial = self._slots.keys() - self._split
+            self._partial = self.own_parameters().keys() - self._split
         return stage
 
     # ---------------------------------------------------------------------------------------------------------- inference
@@ -550,7 +570,7 @@ class TrainEngine:
     def _finish_gradients(self) -> dict[str, Tensor]:
         """Sum the gradients that backward leaves unsummed; return this rank's part of the summed gradient, by name."""
         grads: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters().items():
+        for name, parameter in self.own_parameters().items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grads[name] = local_tensor(parameter.grad)
@@ -652,6 +672,13 @@ class TrainEngine:
         """
         return {name: getattr(module, attribute) for name, (module, attribute) in self._slots.items()}
 
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Those of them that training changes and a checkpoint holds: all, or those of the adapters."""
+        parameters = self.named_parameters()
+        if self.adapters is None:
+            return parameters
+        return {name: parameters[name] for name in self.adapters.shapes if name in parameters}
+
     # -------------------------------------------------------------------------------------------------------------- memory
 
     def offload(self, *, folder: Path | None = None) -> None:
@@ -697,6 +724,33 @@ class TrainEngine:
         have none (asyncrl/plan)."""
         values: npt.NDArray[Any] = tensor.cpu().numpy()
         return values
+
+
+class _BaseEngine:
+    """The base of a model with adapters, as an engine that computes logprobs. It has no weights of its own: it is the same module,
+    with the adapters off."""
+
+    trained_flops = 0
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
+        """As TrainEngine.logprobs."""
+        assert self._engine.adapters is not None
+        with self._engine.adapters.disabled():
+            return self._engine.logprobs(sample, temperature=temperature)
+
+    def offload(self, *, folder: Path | None = None) -> None:
+        """The weights stay: they are those of the model that trains."""
+
+
+def base_engine(engine: TrainEngine) -> TrainEngine:
+    """The base of a model with adapters, which computes logprobs bit for bit as an engine of the base model."""
+    return cast(TrainEngine, _BaseEngine(engine))
 
 
 @dataclass(frozen=True)

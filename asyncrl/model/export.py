@@ -23,7 +23,8 @@ exported as they are in the checkpoint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +33,16 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.adapters import Adapters
 from asyncrl.architectures.checkpoint_names import places_of
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
-from asyncrl.model import checkpoint
+from asyncrl.model import checkpoint, sharding
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.logprob_check import EXACT, TextScorer
@@ -71,7 +75,8 @@ from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.services import Services
 from asyncrl.streams.request_reply import Call
-from asyncrl.weights.forms import BETWEEN_FULL
+from asyncrl.weights.adapter import ABOUT, ADAPTER, TENSORS, AdapterForm, about, name_of
+from asyncrl.weights.forms import BETWEEN_FULL, FULL
 from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights.versions import (
     FileWriter,
@@ -144,12 +149,53 @@ def commit_model(
     commit_folder(path, files, finish, fsync=fsync, replace=True)
 
 
+def commit_adapter(path: Path, files: Sequence[WrittenFile], *, sides: Mapping[str, bytes], fsync: bool = True) -> None:
+    """Like commit_model, for an adapter that peft loads. sides: its config and the tokenizer's files, by name."""
+
+    def finish(writer: FileWriter) -> None:
+        name_shards(writer, files, AdapterForm.stem)
+        for name, content in sides.items():
+            writer.write(name, [content])
+
+    commit_folder(path, files, finish, fsync=fsync, replace=True)
+
+
+@torch.no_grad()
+def merged_tensors(adapters: Adapters, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the base's checkpoint, one after another, with an adapter's folder merged into them: W + alpha / rank * B A,
+    in float32, then cast. Raises ConfigError if the checkpoint has other names than the model."""
+    matrices = load_file(folder / TENSORS)
+    files = sharding.stored_tensors(adapters.base)
+    layers = {f"{layer}.weight": layer for layer in adapters.layers}
+    check_mergeable(adapters)
+    for name, file in files.items():
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        if name in layers:
+            a, b = (matrices[name_of(layers[name], which)] for which in "AB")
+            tensor = tensor.float() + b @ a * (adapters.lora.alpha / adapters.lora.rank)
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def check_mergeable(adapters: Adapters) -> None:
+    """Raises ConfigError if the base's checkpoint has other names than the model."""
+    files = sharding.stored_tensors(adapters.base)
+    if lacking := [layer for layer in adapters.layers if f"{layer}.weight" not in files]:
+        raise ConfigError(
+            f"train.lora.merge=True: the checkpoint in model_path={adapters.base!r} has no {lacking[0]}.weight: its names differ "
+            "from the model's; set it to false and merge with peft"
+        )
+
+
 def checkpoint_tensors(model: TrainEngine) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
+    Of a model with adapters those of its adapters only, under peft's names.
 
     Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
     """
     model.onload()
+    if model.adapters is not None:
+        return {model.adapters.names[name]: tensor.detach() for name, tensor in model.own_parameters().items()}
     tensors = _stored(model.model, model.named_parameters())
     places = places_of(model.model, {name: tensor.shape for name, tensor in tensors.items()})
     parts = [place.name for place in places.values() if not place.is_whole]
@@ -210,8 +256,11 @@ def _make_plan(model: TrainEngine, tensors: Mapping[str, Tensor], max_bytes: int
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
     whole = tensors_of(holdings)
     given = {name: dtype_of(piece.dtype) for name, piece in whole.items()}
-    dtypes = {name: model.dtype if dtype.is_floating_point else dtype for name, dtype in given.items()}
+    exported = model.dtype if model.adapters is None else torch.float32
+    dtypes = {name: exported if dtype.is_floating_point else dtype for name, dtype in given.items()}
     owners = plan_owners(holdings, {name: num_bytes_of(dtypes[name], piece.shape) for name, piece in whole.items()})
+    if model.adapters is not None:  # they are one file
+        owners = dict.fromkeys(owners, workers_of(model)[0])
     targets: dict[int, dict[str, Box]] = {}
     for name, piece in whole.items():
         targets.setdefault(owners[name], {})[name] = Box.whole(piece.shape)
@@ -332,7 +381,7 @@ class Exporter:
                 return take_share(engine)
 
             tensors = await self._snapshot(snapshot, body.role)
-        write = partial(self._write_part, path, tensors, self._base_of(body, tensors))
+        write = partial(self._write_part, path, tensors, self._base_of(body, tensors), engine.adapters)
         self._begin(self._weights, call, "write weights", path, write)
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
@@ -412,7 +461,11 @@ class Exporter:
         return None if is_full else base
 
     def _write_part(
-        self, path: Path, tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor] | None
+        self,
+        path: Path,
+        tensors: dict[str, torch.Tensor],
+        base: dict[str, torch.Tensor] | None,
+        adapters: Adapters | None,
     ) -> list[WrittenFile]:
         options, part = self._config.weights, self._info.index
         changes = BETWEEN_FULL.encode(base, tensors) if base is not None else None
@@ -420,7 +473,7 @@ class Exporter:
             path,
             tensors.items() if changes is None else (),
             part=part,
-            shard_bytes=options.shard_bytes,
+            shard_bytes=options.shard_bytes if adapters is None else sys.maxsize,
             fsync=options.fsync,
             others={BETWEEN_FULL.file_name(part): changes} if changes is not None else None,
         )
@@ -428,7 +481,10 @@ class Exporter:
     def _commit(
         self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, scored_text: ScoredText | None
     ) -> None:
-        fsync, sides = self._config.weights.fsync, self._sides[model.name]
+        fsync, sides, adapters = self._config.weights.fsync, self._sides[model.name], engine.adapters
+        kept = {**self._tokenizer, **{name: sides[name] for name in (GENERATION_CONFIG,) if name in sides}}
+        if adapters is not None:
+            sides = {ABOUT: about(adapters.lora, adapters.base, adapters.layers)}
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
             self._committed = commit_version(
@@ -440,13 +496,21 @@ class Exporter:
                 scored_text=scored_text,
                 base=self._committed,
                 replace=body.rewrite,
+                kind=FULL if adapters is None else ADAPTER,
             )
+        elif adapters is not None:
+            commit_adapter(path, body.files, sides={**self._tokenizer, **sides}, fsync=fsync)
+            if adapters.lora.merge:
+                merged = path.with_name(f"{path.name}-merged")
+                tensors = merged_tensors(adapters, path, engine.dtype)
+                files = write_part(merged, tensors, shard_bytes=self._config.weights.shard_bytes, fsync=fsync)
+                commit_model(merged, files, config=engine.config, dtype=engine.dtype, sides=kept, fsync=fsync)
         else:
             commit_model(
                 path,
                 body.files,
                 config=engine.config,
                 dtype=engine.dtype,
-                sides={**self._tokenizer, **{name: sides[name] for name in (GENERATION_CONFIG,) if name in sides}},
+                sides=kept,
                 fsync=fsync,
             )

@@ -39,10 +39,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.architectures.adapters import A, Adapters, B, add_adapters
 from asyncrl.architectures.checkpoint_names import Place, adopt_names, places_of
 from asyncrl.architectures.states import modules_with_state
 from asyncrl.architectures.towers import drop_towers
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, LoraConfig
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
 from asyncrl.model.attention import NAME as ATTENTION
@@ -194,6 +195,7 @@ class Skeleton:
         tuple[nn.Module, str], str
     ]  # of each parameter in the whole model, by its slot; tied ones: the embedding's name
     split: set[str] = field(default_factory=set)  # parameters that are split over tensor ranks
+    adapters: Adapters | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
@@ -210,6 +212,14 @@ class Skeleton:
             if parameter is not None
         }
         return cls(model, kind, of_slots)
+
+    def add_adapters(self, lora: LoraConfig, path: str) -> Adapters:
+        """Raises ConfigError if the model cannot have them."""
+        self.adapters = add_adapters(self.model, lora, path)
+        for name in self.adapters.shapes:
+            module, _, attribute = name.rpartition(".")
+            self.names[self.model.get_submodule(module), attribute] = name
+        return self.adapters
 
     @property
     def tied_name(self) -> str:
@@ -422,6 +432,8 @@ def fill(
     ConfigError for one that is tied to another FSDP unit's, and for values that are not numbers."""
     found: Slots = {}
     filled: dict[nn.Parameter, nn.Parameter] = {}
+    adapters = skeleton.adapters
+    of_adapter = adapters.start() if adapters is not None else None
     for module in stage.modules():
         own = {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
         for attribute, parameter in own.items():
@@ -430,8 +442,13 @@ def fill(
                 if name in found:
                     raise ConfigError(f"model_path={str(path)!r}: layers share {name}; use the grid d1p1m1")
                 found[name] = (module, attribute)
-                value = _checked(name, read(name, local_part(parameter)[0]), dtype, device, path)
-                filled[parameter] = nn.Parameter(_like(parameter, value))
+                box = local_part(parameter)[0]
+                if of_adapter is not None and adapters is not None and name in adapters.shapes:
+                    part = of_adapter(name)[box.within(Box.whole(parameter.shape))]
+                    value = part.to(device, copy=True).contiguous()
+                else:
+                    value = _checked(name, read(name, box), dtype, device, path)
+                filled[parameter] = nn.Parameter(_like(parameter, value), requires_grad=parameter.requires_grad)
             own[attribute] = filled[parameter]
         if own:  # FSDP hears of it by a hook
             module.load_state_dict(own, strict=False, assign=True)
@@ -514,11 +531,13 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             if style != "colwise_gather_output":  # which has the result of a whole module
                 raise ConfigError(f"{what} splits {name}, which carries a state, as {style!r}; {remedy}")
         elif style == "colwise" and isinstance(module, nn.Linear):
-            dims |= dict.fromkeys(module.parameters(), 0)
+            dims |= {parameter: 0 for name, parameter in module.named_parameters() if name != A}
             _install_colwise(module)
         elif style == "rowwise" and isinstance(module, nn.Linear):
-            dims[module.weight] = 1
+            dims |= {parameter: 1 for name, parameter in module.named_parameters() if name not in ("bias", B)}
             _install_rowwise(module, ranks)
+            if skeleton.adapters is not None:
+                skeleton.adapters.sums[module] = ranks.sum
         else:
             raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
     for name, parameter in model.named_parameters():

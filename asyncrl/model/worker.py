@@ -34,7 +34,7 @@ from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.data_manager import DataManager
-from asyncrl.model.engine import TrainEngine
+from asyncrl.model.engine import TrainEngine, base_engine
 from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
@@ -115,8 +115,9 @@ class ModelWorker(Worker):
         engines = {
             model.name: await self._load(model, compute, device, meshes.get(model.name))
             for model in here
-            if model.kind != "none"
+            if model.kind != "none" and not model.base_of
         }
+        engines |= {model.name: base_engine(engines[model.base_of]) for model in here if model.base_of}
         without_model = {
             model.name: CpuRanks(model.name, meshes.get(model.name)) for model in here if model.kind == "none"
         }

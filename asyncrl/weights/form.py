@@ -57,6 +57,8 @@ class WeightForm:
     """
 
     suffix = ""  # of the file of each rank, in the form's own encoding; "": there are only safetensors
+    stem = "model"  # of the names of the safetensors
+    has_model = True  # a folder has whole tensors of the whole model, as from_pretrained reads them
     has_base = False  # the files hold changes to the tensors of an older version; the side files are the base's
 
     def encode(self, base: Mapping[str, Tensor], share: Mapping[str, Tensor]) -> bytes | None:

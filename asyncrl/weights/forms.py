@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asyncrl.weights.adapter import ADAPTER, AdapterForm
 from asyncrl.weights.delta import DeltaForm
 from asyncrl.weights.form import WeightForm
 
@@ -11,6 +12,7 @@ FULL = "full"
 FORMS: dict[str, WeightForm] = {  # by the kind in the manifest
     FULL: WeightForm(),
     "delta": DeltaForm(),
+    ADAPTER: AdapterForm(),
 }
 BETWEEN_FULL = FORMS["delta"]  # the form of the versions between two full ones (weights.full_every)
 

@@ -253,10 +253,11 @@ def commit_version(
     scored_text: ScoredText | None = None,
     base: Manifest | None = None,
     replace: bool = False,
+    kind: str = FULL,
 ) -> Manifest:
     """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add the side files and
-    the manifest, and rename the directory to its final name. The form follows from the files' names. A version whose form has
-    a base holds changes to `base`, and gets no side files.
+    the manifest, and rename the directory to its final name. The form is `kind`, or follows from the files' names. A version whose
+    form has a base holds changes to `base`, and gets no side files.
 
     sides: as `side_files` returns them. replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists
     and `replace` is not set, OSError (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and
@@ -264,13 +265,13 @@ def commit_version(
     """
 
     def finish(writer: FileWriter) -> Manifest:
-        kind = kind_of([file.name for file in files])
-        if not FORMS[kind].has_base:
-            name_shards(writer, files)
-            return _finish_version(writer, sides, version, kind, None, scored_text)
+        found = kind if kind != FULL else kind_of([file.name for file in files])
+        if not FORMS[found].has_base:
+            name_shards(writer, files, FORMS[found].stem)
+            return _finish_version(writer, sides, version, found, None, scored_text)
         if base is None:
-            raise ValueError(f"{version} is a {kind}, but its base is not known")
-        return _finish_version(writer, {}, version, kind, base.as_base(), scored_text)
+            raise ValueError(f"{version} is a {found}, but its base is not known")
+        return _finish_version(writer, {}, version, found, base.as_base(), scored_text)
 
     return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
@@ -309,14 +310,14 @@ def commit_folder(
     return result
 
 
-def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
+def name_shards(writer: FileWriter, files: Sequence[WrittenFile], stem: str = "model") -> None:
     """Give the files Hugging Face's names: one file, or numbered files with an index."""
     if not files:
         raise ValueError("no tensors to write")
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, file in enumerate(sorted(files, key=lambda file: file.name)):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors"
         num_bytes += writer.num_tensor_bytes(file.name)
         writer.rename(file.name, name)
         if twice := [tensor for tensor in file.tensors if tensor in weight_map]:

@@ -205,6 +205,8 @@ LEFT_OUT = {
         "split_experts": "each model has one rank; tests/processes/test_expert_ranks.py has several",
         "routes": "the model of these runs is dense; tests/processes/test_router_replay.py has a mixture of experts",
         "tf32": "arithmetic of a GPU",
+        "lora": "which parameters are trained: compared with peft in tests/processes/test_lora.py; dataflow/lora_checks.py refuses "
+        "what changes how a step is computed",
         "compile": "the same operations, compared with those of the layers whenever a model is loaded (model/self_check.py)",
         **dict.fromkeys(
             ["streaming_order", "streaming_tokens", "streaming_parts"],

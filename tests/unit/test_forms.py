@@ -41,7 +41,7 @@ class Trainer:
     """Two ranks write version 0 in full, and each later version in the form, as a change to the version before."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.form, self.folder = FORMS[kind], folder
+        self.kind, self.form, self.folder = kind, FORMS[kind], folder
         rng = np.random.default_rng(1)
         raw = {name: rng.integers(-(2**15), 2**15, shape).astype(np.int16) for name, shape in SHAPES.items()}
         self.versions: list[Tensors] = [
@@ -69,7 +69,10 @@ class Trainer:
             files += write_part(path, whole_tensors, part=part, fsync=False, others=others)
         base = self.manifests[number - 1] if number else None
         version = WeightVersion(1, number)
-        return commit_version(path, files, sides={}, version=version, fsync=False, base=base, replace=replace)
+        kind = self.kind if number and not self.form.suffix else "full"  # a suffix tells the form
+        return commit_version(
+            path, files, sides={}, version=version, fsync=False, base=base, replace=replace, kind=kind
+        )
 
 
 class Model(torch.nn.Module):

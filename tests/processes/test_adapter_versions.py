@@ -1,0 +1,199 @@
+"""Versions of an adapter: written by a real model worker, loaded by the embedded engine, with the logprob check; and faults on the
+way, each of which the server notices before it samples a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config.schema import GenerationConfig, LoraConfig, NameResolveConfig, OptimizerConfig, WeightsConfig
+from asyncrl.dataflow.placed_models import with_adapters
+from asyncrl.generation.checks import VerifiedLoads
+from asyncrl.generation.engine import EngineArguments, WeightsRefused
+from asyncrl.generation.transformers import LiveTensors, TransformersEngine
+from asyncrl.protocol.calls import CommitWeights, SaveModel
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights.adapter import ABOUT, TENSORS
+from asyncrl.weights.versions import commit_version, read_manifest, write_part
+from tests.processes.test_delta_versions import Run
+from tests.processes.test_model_worker import TRAIN, worker_config, worker_here
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft asks transformers for it
+
+LORA = LoraConfig(rank=4, alpha=8.0, merge=True)
+WITH_LORA = replace(TRAIN, lora=LORA, optimizer=OptimizerConfig(lr=2e-2, warmup_steps=0))
+GENERATION = GenerationConfig(max_running_requests=4, max_batch_tokens=64, num_blocks=16, page_size=16)
+NUM = 4
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("adapters") / "model"
+    make_tiny_model(path, hidden_size=32, intermediate_size=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
+    return asyncio.run(trained(tmp_path_factory.mktemp("run"), model_path))
+
+
+async def trained(folder: Path, model_path: Path) -> Run:
+    """Four versions of an adapter, and the final model."""
+    config = worker_config(NameResolveConfig(endpoints=[f"memory://{folder}"]), folder, model_path, train=WITH_LORA)
+    models = with_adapters(config.models, LORA)
+    config = replace(config, models=models, weights=WeightsConfig(fsync=False, verify_logprobs=True))
+    async with worker_here(config) as (worker, world):
+        made = Run(folder, worker, world)
+        for number in range(NUM):
+            if number:
+                await made.step(number)
+            await made.write(number)
+            made.remember()
+        of_actor, of_ref = (worker.calls.engines[name].named_parameters() for name in ("actor", "ref"))
+        assert all(of_ref[name] is tensor for name, tensor in of_actor.items())  # no second copy
+        (reply,) = await world.call(SaveModel(role="actor", folder="checkpoints/final"))
+        await world.call(
+            CommitWeights(role="actor", weight_version="", folder="checkpoints/final", files=reply.files, rewrite=False)
+        )
+        return made
+
+
+@pytest.fixture
+async def start(model_path: Path) -> AsyncIterator[Callable[[], Any]]:
+    """Starts an engine, and its loads with the logprob check."""
+    started: list[TransformersEngine] = []
+
+    async def make() -> tuple[TransformersEngine, VerifiedLoads]:
+        started.append(TransformersEngine(EngineArguments(str(model_path), GENERATION, lora=LORA)))
+        await started[-1].start()
+        await started[-1].pause()
+        loads = VerifiedLoads(started[-1], tolerance=1e-3, limit_s=30.0, logger=logging.getLogger("test"))
+        return started[-1], loads
+
+    yield make
+    for one in started:
+        await one.close()
+
+
+async def test_a_version_is_an_adapter_that_the_engine_and_peft_load(run: Run, model_path: Path, start: Any) -> None:
+    engine, loads = await start()
+    for number in range(NUM):
+        path, manifest = run.path(number), read_manifest(run.path(number))
+        assert manifest.kind == "adapter"
+        assert set(manifest.files) == {TENSORS, ABOUT}
+        tensors = load_file(path / TENSORS)
+        assert tensors.keys() == run.expected[number].keys()
+        assert all(torch.equal(tensors[name], run.expected[number][name]) for name in tensors)
+        await loads.load(path, WeightVersion(1, number))
+        assert engine.stats().version == str(WeightVersion(1, number))
+        live = engine._model.state_dict()
+        assert torch.equal(
+            live["model.layers.0.mlp.up_proj.lora_B"],
+            tensors["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"],
+        )
+    ids = list(range(1, 30))
+    scored = (await engine.score(ids))[1:]
+    for model in (
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), run.path(NUM - 1)),
+        AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "final-merged"),
+    ):
+        with torch.no_grad():
+            log = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+        np.testing.assert_allclose(scored, log.gather(1, torch.tensor(ids)[1:, None])[:, 0], atol=1e-4)
+    final = load_file(run.run_dir / "checkpoints" / "final" / TENSORS)
+    assert all(torch.equal(tensor, run.expected[-1][name]) for name, tensor in final.items())
+
+
+def test_a_version_has_hardly_more_bytes_than_its_matrices(run: Run) -> None:
+    path = run.path(NUM - 1)
+    matrices = sum(tensor.nbytes for tensor in load_file(path / TENSORS).values())
+    header = (path / TENSORS).stat().st_size - matrices
+    names = len(read_manifest(path).files) and len(load_file(path / TENSORS))
+    # What does not grow with the matrices: for each of them 150 bytes of the header at most, and the config
+    assert header <= 150 * names + 100
+    assert (path / ABOUT).stat().st_size <= 3_000
+
+
+def not_delivered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveTensors, "_copy", lambda *_, **__: None)
+
+
+def half_copied(patch: pytest.MonkeyPatch) -> None:
+    real = LiveTensors._copy
+    patch.setattr(LiveTensors, "_copy", lambda self, tensor_of, given: real(self, tensor_of, set(sorted(given)[::2])))
+
+
+def left_in_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransformersEngine, "_empty_cache", lambda self: None)
+
+
+@pytest.mark.parametrize("fault", [not_delivered, half_copied, left_in_the_cache])
+async def test_an_adapter_that_does_not_reach_the_engine_serves_no_token(
+    run: Run, start: Any, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    engine, loads = await start()
+    await loads.load(run.path(1), WeightVersion(1, 1))
+    await engine.pause()
+    fault(monkeypatch)
+    with pytest.raises(WeightsRefused, match="logprobs"):
+        await loads.load(run.path(2), WeightVersion(1, 2))
+    assert engine.stats().version == ""
+
+
+async def test_an_adapter_under_another_versions_name_is_refused(run: Run, start: Any, tmp_path: Path) -> None:
+    engine, loads = await start()
+    await loads.load(run.path(1), WeightVersion(1, 1))
+    await engine.pause()
+    with pytest.raises(WeightsRefused, match=r"holds a0001-v00000001, expected a0001-v00000002"):
+        await loads.load(run.path(1), WeightVersion(1, 2))
+    old = tmp_path / "a0001-v00000002"  # the old tensors with the new manifest
+    shutil.copytree(run.path(2), old)
+    shutil.copy(run.path(1) / TENSORS, old / TENSORS)
+    with pytest.raises(WeightsRefused, match="has another checksum than the manifest"):
+        await loads.load(old, WeightVersion(1, 2))
+    assert engine.stats().version == str(WeightVersion(1, 1))
+
+
+def half(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(list(tensors.items())[::2])
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor[:2] if "lora_A" in name else tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "alpha", "message"),
+    [(half, 8.0, "is missing"), (cut, 8.0, "has shape"), (dict, 9.0, "lora_alpha is 8, but train.lora.alpha is 9")],
+)
+async def test_a_version_that_is_no_adapter_of_this_run_is_refused(
+    run: Run, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, alpha: float, message: str
+) -> None:
+    engine, loads = await start()
+    await loads.load(run.path(1), WeightVersion(1, 1))
+    await engine.pause()
+    engine._adapters.lora = replace(LORA, alpha=alpha)
+    path = tmp_path / "a0001-v00000002"
+    files = write_part(path, change(load_file(run.path(2) / TENSORS)).items(), fsync=False)
+    sides = {ABOUT: (run.path(2) / ABOUT).read_bytes()}
+    commit_version(path, files, sides=sides, version=WeightVersion(1, 2), fsync=False, kind="adapter")
+    with pytest.raises(WeightsRefused, match=message):
+        await loads.load(path, WeightVersion(1, 2))
+    assert engine.stats().version == str(WeightVersion(1, 1))

@@ -1,0 +1,95 @@
+"""What LoRA meets and is not proven with is refused, with the field and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from feature_pairs import set_fields
+
+from asyncrl.config.schema import (
+    ConfigError,
+    EmaConfig,
+    ExperimentConfig,
+    LoraConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
+from asyncrl.dataflow.topology import allocation_of
+from asyncrl.launch.experiment import validate
+
+CONFIG = ExperimentConfig(
+    experiment="lora",
+    model_path="/model",
+    prompts=PromptSourceConfig(path="prompts"),
+    rollout=RolloutConfig(tasks={"default": TaskConfig(reward="m:reward")}),
+    allocation="transformers.d1+d1",
+    train=TrainConfig(lora=LoraConfig()),
+)
+
+
+def test_adapters_alone_are_accepted() -> None:
+    validate(CONFIG)
+    validate(set_fields(CONFIG, {"train.ppo.kl_coef": 0.1, "allocation": "transformers.d2+d2p2m2"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"train.lora.targets": ["all-linear", "q_proj"]}, "train.lora.targets"),
+        ({"train.lora.targets": []}, "train.lora.targets"),
+        ({"train.lora.dropout": 0.1}, "train.lora.dropout"),
+        ({"mode": "sync", "allocation": "d1"}, "mode"),
+        ({"allocation": "sglang.d1+d1"}, "allocation"),
+        ({"allocation": "transformers.d1@0+d1@0", "manager.max_head_offpolicyness": 0}, "allocation"),
+        ({"allocation": "transformers.d1+d1+actor_inf:d1"}, "allocation"),
+        ({"weights.transport": "broadcast"}, "weights.transport"),
+        ({"weights.full_every": 2}, "weights.full_every"),
+        ({"weights.fetch": "on"}, "weights.fetch"),
+        ({"train.streaming": True}, "train.streaming"),
+        (
+            {"train.arriving_inference": True, "train.ppo.kl_coef": 0.1, "allocation": "transformers.d1+d1+ref_inf:d1"},
+            "train.arriving_inference",
+        ),
+        ({"train.share_prefix": "on"}, "train.share_prefix"),
+        ({"train.split_experts": "on"}, "train.split_experts"),
+        ({"allocation": "transformers.d1+d1c2"}, "allocation"),
+        ({"train.routes": "compare"}, "train.routes"),
+        ({"train.compile": "on"}, "train.compile"),
+        ({"train.ema": EmaConfig()}, "train.ema.decay"),
+        ({"train.ppo.kl_coef": 0.1, "train.ref.update_interval": 1}, "train.ref.update_interval"),
+        ({"train.ppo.kl_coef": 0.1, "train.offload": ["ref"]}, "train.offload"),
+        ({"train.step": "step.py:step"}, "train.step"),
+    ],
+)
+def test_each_feature_that_is_not_proven_is_refused_only_with_adapters(fields: dict[str, Any], field: str) -> None:
+    config = set_fields(CONFIG, fields)
+    with pytest.raises(ConfigError, match=rf"{field}="):
+        validate(config)
+    if not field.startswith("train.lora"):
+        validate(replace(config, train=replace(config.train, lora=None)))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "path", "shares"),
+    [
+        ("transformers.d1+d2", "", True),
+        ("transformers.d1+d2", "/other", False),
+        ("transformers.d1+d2+ref_inf:d1", "", False),
+        ("transformers.d1+actor_train:d2,actor_inf:d2,ref_inf:d1", "", False),
+    ],
+)
+def test_the_reference_is_the_actors_base_if_it_has_the_same_weights_and_workers(
+    allocation: str, path: str, shares: bool
+) -> None:
+    config = set_fields(CONFIG, {"allocation": allocation, "train.ppo.kl_coef": 0.1, "train.ref.path": path})
+    placements, mfcs = place(allocation_of(config), build_dataflow(config.train, config.mode))
+    models = {model.name: model for model in models_of(placements, mfcs, config.train, config.model_path)}
+    assert models["actor"].lora == LoraConfig()
+    assert models["ref"].base_of == ("actor" if shares else "")
+    assert models["ref"].lora is None
