@@ -8,8 +8,9 @@ once, on tensors without values, and each result is remembered as a part of one 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,18 @@ class Place:
             return tensor
         assert tensor.is_contiguous()
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+    def rows(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The first and the last row of the model's tensor of this shape that the part has elements of."""
+        row = math.prod(shape[1:])
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.offset // row, last // row
+
+    def within_rows(self, rows: Tensor, first: int) -> Tensor:
+        """The part, from those rows of the model's tensor that begin with row `first`. They have the whole part."""
+        assert rows.is_contiguous()
+        offset = rows.storage_offset() + self.offset - first * math.prod(rows.shape[1:])
+        return rows.as_strided(self.shape, self.stride, offset)
 
 
 class _NoCopies(TorchFunctionMode):

@@ -14,7 +14,7 @@ The plan of an export (the owner of each tensor, the moves) is made at a model's
 
 Tensors have the names and shapes of the checkpoint that the model was loaded from. Their values are those of the parameters, cast
 to the dtype of exports. Some architectures fuse several checkpoint tensors into one parameter (fused experts). Such a parameter is
-split again (architectures/checkpoint_names.py), which only works if the model is on a single rank.
+split again (architectures/checkpoint_names.py): a rank exports the tensors of those experts that it holds.
 
 Tensors of the checkpoint that the trainer does not train (TrainEngine.untrained) belong to the share of the first rank. They are
 exported as they are in the checkpoint.
@@ -191,20 +191,31 @@ def checkpoint_tensors(model: TrainEngine) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
     Of a model with adapters those of its adapters only, under peft's names.
 
-    Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
+    Of a parameter that holds several tensors of the checkpoint (experts), a rank with some of its rows has those tensors that lie
+    in these rows, each whole. Raises ConfigError if one lies in several rows and the model is on several ranks.
     """
     model.onload()
     if model.adapters is not None:
         return {model.adapters.names[name]: tensor.detach() for name, tensor in model.own_parameters().items()}
     tensors = _stored(model.model, model.named_parameters())
     places = places_of(model.model, {name: tensor.shape for name, tensor in tensors.items()})
-    parts = [place.name for place in places.values() if not place.is_whole]
-    if parts and len(workers_of(model)) > 1:
-        raise ConfigError(
-            f"allocation: models of type {model.config.model_type!r} keep {parts[0]} in one tensor, but their checkpoints in "
-            "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
-        )
-    return {name: place.within(tensors[place.name]) for name, place in places.items()}
+    found = {}
+    for name, place in places.items():
+        tensor = tensors[place.name]
+        if place.is_whole or len(workers_of(model)) == 1:
+            found[name] = place.within(tensor)
+            continue
+        box, part = local_part(tensor)
+        begin, end = place.rows(tensor.shape)
+        if begin != end or box.size[1:] != tensor.shape[1:]:
+            raise ConfigError(
+                f"allocation: models of type {model.config.model_type!r} keep {place.name} in one tensor, but their checkpoints in "
+                "several, in another way than experts; weights of such a model cannot be exported from more than one rank: train "
+                "it on d1p1m1"
+            )
+        if box.start[0] <= begin < box.start[0] + box.size[0]:
+            found[name] = place.within_rows(part, box.start[0])
+    return found
 
 
 def exported_specs(model: PreTrainedModel, untrained: Mapping[str, Tensor]) -> TensorSpecs:

@@ -277,10 +277,9 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
         """Experts of the box, each from its own tensors."""
         shape = shapes[name]
         first, count = box.start[0], box.size[0]
-        row = math.prod(shape[1:])
         result = torch.empty(0)
         for stored, place in fused[name]:
-            if not first <= place.offset // row < first + count:
+            if not first <= place.rows(shape)[0] < first + count:
                 continue
             try:
                 with safe_open(stored_files[stored], framework="pt") as handle:
@@ -294,7 +293,7 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
                 )
             if not result.numel():
                 result = tensor.new_empty(count, *shape[1:])
-            result.as_strided(place.shape, place.stride, place.offset - first * row).copy_(tensor)
+            place.within_rows(result, first).copy_(tensor)
         whole = Box((first, *(0 for _ in shape[1:])), (count, *shape[1:]))
         return result[box.within(whole)] if result.numel() else torch.empty(box.size)
 
@@ -324,9 +323,8 @@ def _fused(
     for name, place in places_of(model, shapes).items():
         if place.name not in names:
             continue
-        row = math.prod(shapes[place.name][1:])
-        last = place.offset + sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
-        if name not in stored or place.offset // row != last // row:
+        begin, end = place.rows(shapes[place.name])
+        if name not in stored or begin != end:
             others.add(place.name)
         found.setdefault(place.name, []).append((name, place))
     return {name: parts for name, parts in found.items() if name not in others}

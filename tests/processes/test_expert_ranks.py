@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from test_parallel_engine import (
     LENGTHS,
     MICRO,
@@ -33,6 +34,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.model import sharding
+from asyncrl.model.export import take_share
 from asyncrl.model.routes import RouteReplay
 from asyncrl.model.sharding import local_part
 from tests.support.families import make_family
@@ -167,6 +169,23 @@ def exported(rank: int, grid: str, path: str, train: TrainConfig) -> dict[str, n
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy()
         for name, tensor in engine.named_parameters().items()
     }
+
+
+def share(rank: int, grid: str, path: str, train: TrainConfig) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in take_share(make_engine(grid, path, train=train)).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shares_of_all_ranks_are_the_checkpoint(ranks: RankProcesses, paths: dict[str, str], family: str) -> None:
+    """Experts are exported under the names of the checkpoint, each by a rank that holds it."""
+    ranks.run(make_meshes)
+    expected = load_file(Path(paths[family]) / "model.safetensors")
+    for grid, train in (("d2", TRAIN), ("d2r2", TRAIN), ("d2", split(TRAIN)), ("d4", split(TRAIN))):
+        shares = ranks.run(share, grid, paths[family], train, num_ranks=ParallelGrid.parse(grid).size)
+        found = {name: tensor for each in shares for name, tensor in each.items()}
+        assert sum(map(len, shares)) == len(found)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name].numpy()) for name in found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.model import export
 from asyncrl.model.export import checkpoint_tensors, commit_model, take_buckets, take_share
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.shards import Box
 from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
@@ -278,7 +280,9 @@ def test_other_names_of_the_checkpoint_are_given_by_each_rank(tmp_path):
     equal(found, source)
 
 
-def test_and_not_by_several(experts_path):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_of_several_exports_the_experts_that_it_holds(experts_path, monkeypatch, dim):
+    """dim: which one the ranks split. They split experts along the first only; other parts of experts have no place in a file."""
     engine = shard(str(experts_path), None)
     one_of_two = SimpleNamespace(
         mesh=SimpleNamespace(placement=placement("actor", "d2")),
@@ -287,7 +291,21 @@ def test_and_not_by_several(experts_path):
         named_parameters=engine.named_parameters,
         onload=engine.onload,
     )
-    with pytest.raises(
-        ConfigError, match=r"allocation: models of type 'qwen3_moe' keep .*experts.* train it on d1p1m1"
-    ):
-        checkpoint_tensors(one_of_two)
+
+    def second_half(tensor):
+        first = tensor.shape[dim] // 2
+        box = Box.whole(tensor.shape)
+        start, size = list(box.start), list(box.size)
+        start[dim], size[dim] = first, tensor.shape[dim] - first
+        return Box(tuple(start), tuple(size)), tensor.detach().narrow(dim, first, size[dim])
+
+    monkeypatch.setattr(export, "local_part", second_half)
+    if dim == 1:
+        with pytest.raises(
+            ConfigError, match=r"allocation: models of type 'qwen3_moe' keep .*experts.* train it on d1p1m1"
+        ):
+            checkpoint_tensors(one_of_two)
+        return
+    found, source = checkpoint_tensors(one_of_two), load_file(experts_path / "model.safetensors")
+    assert source.keys() - found.keys() == {name for name in source if ".experts.0." in name or ".experts.1." in name}
+    equal(found, {name: source[name] for name in found})

@@ -1,0 +1,70 @@
+"""Runs of a mixture of experts on two data ranks with split experts: routers are replayed, and a killed run goes on in one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import TOLERANCE, kill_everything
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed
+
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.weights.checkpoints import list_checkpoints
+from tests.support.families import make_family
+from tests.support.replays import final_weights
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
+
+STEPS, BATCH, LIMIT_S = 8, 8, 400.0
+SPLIT = ("allocation=transformers.d2+d2", "train.split_experts=on")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    made = make_tiny_run(tmp_path / "task", num_prompts=STEPS * BATCH)
+    torch.manual_seed(0)
+    make_family(tmp_path / "task" / "model", "qwen3_moe", hidden_size=32, num_hidden_layers=3, mlp_only_layers=[1])
+    return made
+
+
+def test_two_servers_return_the_experts_that_two_ranks_replay(config: Path, tmp_path: Path) -> None:
+    settings = [*SPLIT, "train.routes=replay", "manager.max_head_offpolicyness=0", f"train.batch_size={BATCH}"]
+    with launch(config, *settings, f"train.max_steps={STEPS // 2}", f"fileroot={tmp_path}") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert_nothing_left(run.run_dir)
+    steps = train_steps(run.run_dir)
+    assert len(steps) == STEPS // 2
+    for step in steps:
+        assert abs(step["actor/behav_approx_kl"]) < 1e-6
+        # Both compute in float32: a choice differs only if two experts are as good
+        assert step["actor/other_experts_share"] < 1e-3
+        assert step["actor/other_experts_token_share"] < 1e-2
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+
+
+def test_a_killed_run_of_split_experts_goes_on_in_one_rank(config: Path, tmp_path: Path) -> None:
+    gate = Gate(config, BATCH, LEARNABLE)
+    exact = [
+        *DETERMINISTIC,
+        f"train.batch_size={BATCH}",
+        f"train.max_steps={STEPS}",
+        "train.ppo.advantage_norm=batch",
+        "checkpoint.every_steps=2",
+        Gate.OVERRIDE,
+        f"fileroot={tmp_path}",
+    ]
+    with launch(config, *exact, "allocation=transformers.d1+d1", "trial=whole") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        expected = final_weights(run.run_dir)
+    with gate.shut(STEPS - 1), launch(config, *exact, *SPLIT, "trial=killed") as run:
+        run.wait_until(lambda: len(list_checkpoints(run.run_dir)) >= 2, "the second checkpoint", LIMIT_S)
+        kill_everything(run)
+        killed = run.run_dir
+    assert not (killed / "summary.json").exists()
+    with resumed(killed, "allocation=transformers.d1+d1", "train.split_experts=off") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert "going on from step" in run.output()
+    found = final_weights(killed)
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) <= TOLERANCE
