@@ -488,7 +488,7 @@ async def test_too_little_memory_on_a_gpu_is_named_with_advice(memory, tmp_path,
                 await world.call(ExecuteMFC(mfc="actor_train", version=0, ids=["t"], parts=[["t"]]))
             with pytest.raises(OutOfDeviceMemory) as raised:
                 await asyncio.wait_for(main, LIMIT_S)
-    tokens = trajectory("t")[1].data["packed_input_ids"].size
+    tokens = trajectory("t")[1].data["packed_input_ids"].size - 2 * 4  # two sequences share the prompt of the first
     assert str(raised.value) == (
         f"out of GPU memory in actor_train, micro-batch 1 of 1 ({tokens} tokens in 3 sequences): CUDA out of memory. Tried to "
         "allocate 2.00 GiB.\nUse train.max_tokens_per_mb=50 or train.gradient_checkpointing=true, or more ranks in the "
@@ -650,9 +650,11 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert_close(weights_in(path), in_one_process(model_path, TRAIN, batches)["actor"])
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
-        # Model FLOPs of the second batch: each replica's sequences once, with all parameters of the model
+        # Model FLOPs of the second batch: each replica's sequences once, prompts once for each group, with all parameters
         lengths = [length for ticket in batches[1] for length in trajectory(ticket)[0].seqlens]
-        flops = flops_of(loaded).of_batch(lengths, trains=True)
+        counted = flops_of(loaded)
+        copies = [4] * (len(lengths) - len(batches[1]))  # the prompts of all sequences but one of each group
+        flops = counted.of_batch(lengths, trains=True) - counted.of_batch(copies, trains=True)
         assert result.peak_s == {"actor_train": pytest.approx(flops / (2 * train.peak_flops))}
 
         manifest = (path / MANIFEST).read_bytes()
