@@ -41,6 +41,7 @@ OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> 
     "uds": _OURS,
     "logprobs-mode": _OURS,
     "enable-scale-out": _OURS,
+    "speculative-config": "vLLM 0.32 reports wrong logprobs of sampled tokens that it has guessed; leave it out",
     "port": _OURS,
     "tp-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",
     "tensor-parallel-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",

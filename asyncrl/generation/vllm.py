@@ -8,7 +8,7 @@ everything is paused. Each request has its version as the salt of its prefixes, 
 newer one, and its scores have salts of their own.
 
 Logprobs are those of vLLM's processed logits: after temperature, and also after top-p and top-k, which would renormalise them.
-Sampling with a filter is therefore refused.
+Sampling with a filter is therefore refused. So are guessed tokens, whose logprobs vLLM 0.32 reports wrongly.
 """
 
 from __future__ import annotations

@@ -82,6 +82,10 @@ def test_the_environment_lets_no_request_carry_code() -> None:
             "generation.server_args.uds='/tmp/open': is set by asyncrl",
         ),
         (
+            {"generation": GenerationConfig(server_args={"speculative-config": "{}"})},
+            "reports wrong logprobs of sampled tokens that it has guessed",
+        ),
+        (
             {"generation": GenerationConfig(interrupt="in_place"), "weights": WeightsConfig(verify_logprobs=True)},
             "vLLM scores nothing while it is paused in place",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from asyncrl.generation.engine import EngineArguments, EngineRequest
 from asyncrl.generation.vllm import VLLMEngine, own_server
 from asyncrl.protocol.generation import SamplingParams
 from tests.support.preflight import preflight
-from tests.support.server_load import within
+from tests.support.server_load import make_prompt, within
 from tests.support.weight_store import EXACT, V0, V1, WeightStore
 
 
@@ -74,3 +75,31 @@ async def test_tied_embeddings_are_loaded_only_in_part(vllm_config: GenerationCo
         await engine.close()
     assert worst[0] < EXACT
     assert worst[1] > 0.1
+
+
+@pytest.mark.release
+async def test_logprobs_of_guessed_tokens_are_wrong(
+    vllm_store: WeightStore, vllm_config: GenerationConfig, tmp_path: Path
+) -> None:
+    """n-gram speculation: greedy tokens are identical, but logprobs of sampled tokens are not those of any distribution."""
+    speculation = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+    config = replace(vllm_config, server_args={"speculative-config": speculation})
+    engine = VLLMEngine(
+        EngineArguments(str(vllm_store.model_path), config),
+        own_server(config, str(vllm_store.model_path), tensor=1, seed=1, log=tmp_path / "vllm.log"),
+    )
+    rng, worst = random.Random(8), 0.0
+    await engine.start()
+    try:
+        await engine.load_weights(vllm_store.path(V0), V0)
+        for i in range(5):
+            prompt = make_prompt(rng, 6) * 5
+            greedy, sampled = SamplingParams(max_new_tokens=60, temperature=0.0), SamplingParams(max_new_tokens=200)
+            result = await within(engine.submit(EngineRequest(f"g{i}", prompt, greedy)))
+            assert result.token_ids == vllm_store.greedy(V0, prompt, 60)
+            result = await within(engine.submit(EngineRequest(f"s{i}", prompt, sampled)))
+            expected = vllm_store.logprobs(V0, prompt, result.token_ids)
+            worst = max(worst, *(abs(a - b) for a, b in zip(result.logprobs, expected, strict=True)))
+    finally:
+        await engine.close()
+    assert worst > 1.0

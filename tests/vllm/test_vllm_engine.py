@@ -238,33 +238,6 @@ async def test_a_pause_in_place_keeps_running_requests(
         await engine.close()
 
 
-@pytest.mark.release
-async def test_guessed_tokens_change_nothing(
-    vllm_store: WeightStore, vllm_config: GenerationConfig, tmp_path: Path
-) -> None:
-    """n-gram speculation (off by default): greedy tokens are identical, and sampled logprobs those of a plain forward pass."""
-    speculation = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
-    config = dataclasses.replace(vllm_config, server_args={"speculative-config": speculation})
-    engine = VLLMEngine(
-        EngineArguments(str(vllm_store.model_path), config),
-        own_server(config, str(vllm_store.model_path), tensor=1, seed=1, log=tmp_path / "vllm.log"),
-    )
-    rng = random.Random(8)
-    await engine.start()
-    try:
-        await engine.load_weights(vllm_store.path(V0), V0)
-        for i in range(10):
-            prompt = make_prompt(rng, 6) * 5
-            greedy = SamplingParams(max_new_tokens=60, temperature=0.0)
-            result = await within(engine.submit(EngineRequest(f"g{i}", prompt, greedy)))
-            assert result.token_ids == vllm_store.greedy(V0, prompt, 60)
-            result = await within(engine.submit(EngineRequest(f"s{i}", prompt, ENDING)))
-            close_to(result.logprobs, vllm_store.logprobs(V0, prompt, result.token_ids))
-            assert {span.version for span in result.spans} == {str(V0)}
-    finally:
-        await engine.close()
-
-
 async def test_the_death_of_vllm_fails_its_requests_and_leaves_nothing(
     vllm_store: WeightStore, vllm_config: GenerationConfig, tmp_path: Path
 ) -> None:
