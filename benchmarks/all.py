@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "shares": ("shares.py",),
     "redistribute": ("redistribute.py",),
     "train_step": ("train_step.py",),
+    "train_step_prefixes": ("train_step.py", "--prefixes"),
     "logprobs": ("logprobs.py",),
     "plan_accuracy": ("plan_accuracy.py",),
     "generation": ("generation.py",),

@@ -10,11 +10,15 @@ thread:
 A side runs in its own process, a fresh one each round: one step that is not counted, then --steps steps. Tokens per second: tokens
 of the sequences, without padding, per CPU second. Memory: the highest resident size minus the size before the first step;
 gradients and the state of AdamW count. The gradient norms of all steps must agree to 1e-3, so all sides compute the same update.
+
+With --prefixes it compares steps of asyncrl with and without train.share_prefix instead: one group for each size of group, prompt
+and response. The bound is the ratio of the model FLOPs, attention included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -76,9 +80,10 @@ def make_batch(num_prompts: int, group_size: int) -> list[dict[str, Any]]:
     tokenizer = make_char_tokenizer(None, "0123456789:;")
     sequences = []
     for prompt, response in long_tail(num_prompts):
-        prompt_ids, response_ids = tokenizer(prompt)["input_ids"], tokenizer(response)["input_ids"]
+        prompt_ids, length = tokenizer(prompt)["input_ids"], len(tokenizer(response)["input_ids"])
         for _ in range(group_size):
-            old = np.log(1 / 13) + rng.normal(0, 0.1, len(response_ids) + 1)
+            response_ids = rng.integers(1, len(tokenizer), length).tolist()  # responses of a group differ
+            old = np.log(1 / 13) + rng.normal(0, 0.1, length + 1)
             sequences.append(
                 {
                     "prompt": prompt_ids,
@@ -118,7 +123,9 @@ def parts_of(sequences: list[dict[str, Any]], num_rows: int) -> Iterator[list[di
 # ---------------------------------------------------------------------------------------------------------------- the sides
 
 
-def asyncrl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> Step:
+def asyncrl_step(
+    model: str, sequences: list[dict[str, Any]], max_tokens: int, group_size: int, *, share: str = "auto"
+) -> Step:
     import numpy as np
 
     from asyncrl.algorithms.ppo import PPOLoss
@@ -128,20 +135,21 @@ def asyncrl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -
     from asyncrl.model.engine import TrainEngine
 
     groups = []
-    for s in sequences:
-        before, after = len(s["prompt"]), len(s["response"])
-        groups.append(
-            {
-                "packed_input_ids": [np.array(s["prompt"] + s["response"])],
-                "loss_mask": [np.arange(before + after) >= before],
-                "packed_logprobs": [np.concatenate([np.zeros(before, np.float32), s["old"]])],
-                "advantages": [np.full(before + after, s["advantage"], np.float32)],
-            }
-        )
+    for members in parts_of(sequences, group_size):
+        group: dict[str, list[Any]] = {
+            key: [] for key in ("packed_input_ids", "loss_mask", "packed_logprobs", "advantages")
+        }
+        for s in members:
+            before, after = len(s["prompt"]), len(s["response"])
+            group["packed_input_ids"].append(np.array(s["prompt"] + s["response"]))
+            group["loss_mask"].append(np.arange(before + after) >= before)
+            group["packed_logprobs"].append(np.concatenate([np.zeros(before, np.float32), s["old"]]))
+            group["advantages"].append(np.full(before + after, s["advantage"], np.float32))
+        groups.append(group)
     sample = SequenceSample.from_groups([str(i) for i in range(len(groups))], groups)
     optimizer = OptimizerConfig(schedule="constant", warmup_steps=0)
     actor = ModelConfig("actor", model, "d1p1m1", [0], trainable=True, optimizer=optimizer)
-    engine = TrainEngine(actor, TrainConfig(max_tokens_per_mb=max_tokens))
+    engine = TrainEngine(actor, TrainConfig(max_tokens_per_mb=max_tokens, share_prefix=share))
     ppo = PPOConfig(use_decoupled_loss=False, eps_clip=EPS_CLIP, loss_normalization="token")
 
     def step() -> float:
@@ -171,7 +179,7 @@ def optimizer_of(module: Any) -> Callable[[], float]:
     return step
 
 
-def padded_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> Step:
+def padded_step(model: str, sequences: list[dict[str, Any]], max_tokens: int, group_size: int) -> Step:
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -203,7 +211,7 @@ def padded_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) ->
     return step
 
 
-def trl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> Step:
+def trl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int, group_size: int) -> Step:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -268,7 +276,7 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
     torch.set_num_threads(1)
     sequences = make_batch(prompts, group_size)
     makers = {"asyncrl": asyncrl_step, "padded": padded_step, "trl": trl_step}
-    step = makers[side](model, sequences, max_tokens)
+    step = makers[side](model, sequences, max_tokens, group_size)
     # Measure from before the first step: memory that this step frees stays resident and would hide the use of later steps
     before = reset_peak_memory()
     norms = [step()]
@@ -276,6 +284,85 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
     norms += [step() for _ in range(steps)]
     seconds = time.process_time() - start
     parent.send(tokens_per_s=steps * num_tokens(sequences) / seconds, memory=peak_memory() - before, norms=norms)
+
+
+def prefix_part(
+    parent: Parent, share: str, model: str, group_size: int, prompt: int, response: int, steps: int, num_threads: int
+) -> None:
+    """Steps on one group. Also sends the ratio of the FLOPs without and with a shared prompt."""
+    import numpy as np
+    import torch
+
+    from asyncrl.model.flops import flops_of
+    from asyncrl.model.sharding import Skeleton, load_config
+
+    torch.set_num_threads(num_threads)
+    rng = np.random.default_rng(0)
+    prompt_ids = rng.integers(1, 13, prompt).tolist()
+    sequences = [
+        {
+            "prompt": prompt_ids,
+            "response": [1 + number % 12, *rng.integers(1, 13, response - 1).tolist()],
+            "advantage": float(rng.normal()),
+            "old": np.full(response, math.log(1 / 13), np.float32),
+        }
+        for number in range(group_size)
+    ]
+    step = asyncrl_step(model, sequences, group_size * (prompt + response), group_size, share=share)
+    norms = [step()]
+    start = time.process_time()
+    norms += [step() for _ in range(steps)]
+    seconds = (time.process_time() - start) / steps
+    flops = flops_of(Skeleton.of(load_config(model, "lm"), "lm", torch.float32).model)
+    whole = flops.of_batch([prompt + response] * group_size)
+    parent.send(seconds=seconds, bound=whole / (whole - flops.of_batch([prompt] * (group_size - 1))), norm=norms[-1])
+
+
+def compare_prefixes(args: argparse.Namespace, model: str) -> None:
+    cases = list(itertools.product(args.group_sizes, args.prompt_tokens, args.response_tokens))
+    bounds: dict[str, float] = {}
+    norms: dict[str, float] = {}
+
+    def measure(share: str) -> Numbers:
+        found = {}
+        for group_size, prompt, response in cases:
+            name = f"{group_size} x ({prompt} + {response})"
+            sizes = {"group_size": group_size, "prompt": prompt, "response": response, "num_threads": args.threads}
+            with children(__file__, "prefix_part", share=share, model=model, steps=args.steps, **sizes) as (child,):
+                result = child.receive(_LIMIT_S)
+            found[name], bounds[name] = result["seconds"], result["bound"]
+            if not math.isclose(result["norm"], norms.setdefault(name, result["norm"]), rel_tol=1e-3):
+                raise ChildFailed(f"{name}: gradient norms {result['norm']} and {norms[name]}")
+        return found
+
+    rounds = alternate(args, {share: (lambda share=share: measure(share)) for share in ("off", "on")})
+    gain = rounds.ratios("off", ["on"], list(bounds))["on"]
+    rows = [
+        [
+            name,
+            *(rounds.median(share, name) for share in ("off", "on")),
+            rounds.spread("on", name),
+            gain[name],
+            bound,
+            gain[name] / bound,
+        ]
+        for name, bound in bounds.items()
+    ]
+    header = ["group x (prompt + response)", "off, CPU s", "on, CPU s", "spread", "speed", "bound", "of bound"]
+    table(args, "train.share_prefix", header, rows)
+    worst = min(gain[name] / bound for name, bound in bounds.items())
+    model_sizes = {"hidden": args.hidden, "layers": args.layers}
+    finish(
+        args,
+        name="train_step_prefixes",
+        value=worst,
+        unit="of the bound by FLOPs",
+        ratio=gain,
+        spread=0.0,
+        bounds=bounds,
+        sides=rounds.summary(),
+        model=model_sizes,
+    )
 
 
 class Bench:
@@ -296,7 +383,10 @@ class Bench:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"prompts": 8, "steps": 1})
+    options = parser(
+        __doc__.split("\n")[0],
+        quick={"prompts": 8, "steps": 1, "group_sizes": [8], "prompt_tokens": [512], "response_tokens": [64]},
+    )
     options.add_argument("--prompts", type=int, default=32)
     options.add_argument("--group-size", type=int, default=8)
     options.add_argument(
@@ -305,6 +395,11 @@ def main() -> None:
     options.add_argument("--hidden", type=int, default=128)
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--steps", type=int, default=1, help="counted steps per round")
+    options.add_argument("--prefixes", action="store_true", help="compare steps with and without shared prefixes")
+    options.add_argument("--group-sizes", nargs="*", type=int, default=[8, 16])
+    options.add_argument("--prompt-tokens", nargs="*", type=int, default=[512, 1024])
+    options.add_argument("--threads", type=int, default=1, help="of a step with --prefixes")
+    options.add_argument("--response-tokens", nargs="*", type=int, default=[64, 512])
     options.add_argument("--peers", nargs="*", default=SIDES[1:], choices=SIDES[1:])
     args = options.parse_args()
     os.environ["TQDM_DISABLE"] = "1"  # no progress bars of loading, here and in the sides
@@ -321,6 +416,9 @@ def main() -> None:
             intermediate_size=4 * args.hidden,
             num_layers=args.layers,
         )
+        if args.prefixes:
+            compare_prefixes(args, folder)
+            return
         bench = Bench(args, folder)
         sides = ["asyncrl", *(peer for peer in args.peers if peer not in missing)]
         rounds = alternate(args, {side: lambda side=side: bench.measure(side) for side in sides})
@@ -358,5 +456,5 @@ def report(args: argparse.Namespace, rounds: Rounds, sides: list[str], missing: 
 
 
 if __name__ == "__main__":
-    if not run_part({"part": part}):
+    if not run_part({"part": part, "prefix_part": prefix_part}):
         sys.exit(main())
