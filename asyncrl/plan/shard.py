@@ -204,7 +204,7 @@ class PlannedEngine(TrainEngine):
         layers = list(getattr(self.model.base_model, "layers", ()))
         for number, layer in enumerate(layers):
             _mark_moments(layer, tracker.memory, is_first=number == 0, is_last=number == len(layers) - 1)
-        for parameter in parameters if self.trainable else ():
+        for parameter in self.own_parameters().values() if self.trainable else ():
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: tracker.reclassify([local_tensor(p.grad)], "gradients")
             )
