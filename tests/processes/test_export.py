@@ -274,6 +274,7 @@ def test_other_names_of_the_checkpoint_are_given_by_each_rank(tmp_path):
         config=engine.config,
         named_parameters=engine.named_parameters,
         onload=engine.onload,
+        adapters=None,
     )
     found, source = checkpoint_tensors(one_of_two), load_file(tmp_path / "model.safetensors")
     assert found.keys() == source.keys() != engine.named_parameters().keys()
@@ -290,6 +291,7 @@ def test_a_rank_of_several_exports_the_experts_that_it_holds(experts_path, monke
         config=engine.config,
         named_parameters=engine.named_parameters,
         onload=engine.onload,
+        adapters=None,
     )
 
     def second_half(tensor):

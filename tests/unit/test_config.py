@@ -928,3 +928,10 @@ def test_messages_and_reference_list_the_words_of_a_field_in_any_section(config_
         written = "[loud]" if field.type.startswith("list") else "loud"
         with pytest.raises(ConfigError, match=f"one of {', '.join(field.allowed)}"):
             load_experiment(config_file, [f"{path}={written}"])
+
+
+@pytest.mark.parametrize(("field", "value"), [("routes", "replay"), ("split_experts", "on")])
+def test_experts_are_not_combined_with_adapters(config_file, field, value):
+    load_experiment(config_file, [f"train.{field}={value}"])
+    with pytest.raises(ConfigError, match=rf"train.{field}='?{value}.*train.lora"):
+        load_experiment(config_file, [f"train.{field}={value}", "train.lora={rank: 4}"])
