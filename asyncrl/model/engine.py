@@ -257,6 +257,12 @@ class TrainEngine:
         if weights.has_values:
             self._read_attention(skeleton.model, model.path)
         self.with_state = keep_apart(skeleton.model)
+        if self.with_state and self.context is not None and grid.only(SAMPLES, TOKENS) != grid:
+            raise ConfigError(
+                f"model_path={model.path!r}: {self.with_state[0]} carries a state from token to token. Its updates with context "
+                "and tensor ranks or stages are not shown to be equal; use d and c alone in the grid of "
+                f"{mesh.placement.name!r} ({grid})"
+            )
         self.flops = flops_of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         self._read_untrained(skeleton.model, model, weights)

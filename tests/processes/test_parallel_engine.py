@@ -479,6 +479,22 @@ def test_layers_with_a_state(ranks, tmp_path, family, checkpointing):
             np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5 * most, err_msg=f"{grid} {name}")
 
 
+def refusal_of(rank: int, grid: str, path: str) -> str:
+    """Why the model does not load. Collective."""
+    with pytest.raises(ConfigError) as raised:
+        make_engine(grid, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("grid", ["c2m2", "c2p2"])
+def test_context_ranks_refuse_layers_with_a_state_in_further_axes(ranks, tmp_path, grid):
+    save_with_noise("qwen3_5_text", str(tmp_path))
+    ranks.run(make_meshes)
+    for message in ranks.run(refusal_of, grid, str(tmp_path), num_ranks=4):
+        assert "layers.0.linear_attn carries a state" in message
+        assert "use d and c alone" in message
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3_text", "mistral", "deepseek_v3"])
 def test_attention_of_context_ranks(ranks, tmp_path, family):
     """Sinks, windows, soft caps, and keys that are wider than values."""
