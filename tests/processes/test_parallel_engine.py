@@ -50,7 +50,7 @@ LENGTHS = (29, 3, 17, 1, 8, 23, 12)
 # Families whose matrices tensor ranks can split: all of transformers' causal language models that train on one rank
 SPLIT_FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere_compass_text", "cwm", "deepseek_v3", "ernie4_5", "exaone4"),
-    *("got_ocr2", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+    *("got_ocr2", "gpt_neox", "granite", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
     *("llama", "ministral", "ministral3", "mistral", "moss_transcribe_diarize", "nanochat", "olmo", "phi", "qwen2"),
     *("qwen3", "seed_oss", "smollm3", "starcoder2", "youtu"),
 )

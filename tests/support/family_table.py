@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from asyncrl.architectures.agreement import Agreement
+from asyncrl.architectures.small_copy import small_config
 from asyncrl.cli.architecture_check import Task, check_architecture
-from asyncrl.config.schema import GenerationConfig
+from asyncrl.config.schema import ConfigError, GenerationConfig
+from asyncrl.model.export import exported_specs
+from asyncrl.model.sharding import Skeleton
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -133,8 +137,19 @@ def judge(family: str) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         default_config(family).save_pretrained(folder)
         result = check_architecture(Task(folder, True, GenerationConfig()))
-    reason = _reason(result.problem or result.not_checked)
-    return Verdict(family, result.trainer, reason, time.perf_counter() - began)
+    refusal = _cannot_be_exported(family) if result.trainer is not None else ""
+    reason = _reason(refusal or result.problem or result.not_checked)
+    return Verdict(family, None if refusal else result.trainer, reason, time.perf_counter() - began)
+
+
+def _cannot_be_exported(family: str) -> str:
+    """Why a trainer cannot write a checkpoint of the family, for which it is refused when the trainer loads it; "": it can."""
+    model = Skeleton.of(small_config(default_config(family)), "lm", torch.float32).model
+    try:
+        exported_specs(model, {})
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 # What each refusal says, and its words in the table. The first that matches counts.
@@ -146,6 +161,10 @@ _REASONS = (
     (r"did not call asyncrl's attention|no replaceable attention", "transformers has no replaceable attention for it"),
     (r"does not pass the model's arguments on", "its layers do not pass arguments on to attention"),
     (r"depends on the tokens behind it", "it is not causal with its default config"),
+    (
+        r"of its checkpoints from several tensors",
+        "its checkpoints have tensors that are computed from several tensors of the model",
+    ),
     (r"masks attention in a way", "it masks attention in a way that asyncrl does not compute"),
     (r"layers with keys of several sizes", "the KV cache of the embedded engine has one size of keys"),
     (r"changes its logits", "it changes its logits after the output layer in a way that asyncrl does not compute"),
