@@ -11,8 +11,8 @@ A side runs in its own process, a fresh one each round: one step that is not cou
 of the sequences, without padding, per CPU second. Memory: the highest resident size minus the size before the first step;
 gradients and the state of AdamW count. The gradient norms of all steps must agree to 1e-3, so all sides compute the same update.
 
-With --prefixes it compares steps of asyncrl with and without train.share_prefix instead: one group for each size of group, prompt
-and response. The bound is the ratio of the model FLOPs, attention included.
+With --prefixes it compares steps of asyncrl with and without train.share_prefix instead, and TRL's: one group for each size of
+group, prompt and response. The bound is the ratio of the model FLOPs, attention included.
 """
 
 from __future__ import annotations
@@ -287,9 +287,9 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
 
 
 def prefix_part(
-    parent: Parent, share: str, model: str, group_size: int, prompt: int, response: int, steps: int, num_threads: int
+    parent: Parent, side: str, model: str, group_size: int, prompt: int, response: int, steps: int, num_threads: int
 ) -> None:
-    """Steps on one group. Also sends the ratio of the FLOPs without and with a shared prompt."""
+    """Steps on one group. side: train.share_prefix, or trl. Also sends the ratio of the FLOPs without and with a shared prompt."""
     import numpy as np
     import torch
 
@@ -308,7 +308,11 @@ def prefix_part(
         }
         for number in range(group_size)
     ]
-    step = asyncrl_step(model, sequences, group_size * (prompt + response), group_size, share=share)
+    max_tokens = group_size * (prompt + response)
+    if side == "trl":
+        step = trl_step(model, sequences, max_tokens, group_size)
+    else:
+        step = asyncrl_step(model, sequences, max_tokens, group_size, share=side)
     norms = [step()]
     start = time.process_time()
     norms += [step() for _ in range(steps)]
@@ -323,24 +327,26 @@ def compare_prefixes(args: argparse.Namespace, model: str) -> None:
     bounds: dict[str, float] = {}
     norms: dict[str, float] = {}
 
-    def measure(share: str) -> Numbers:
+    def measure(side: str) -> Numbers:
         found = {}
         for group_size, prompt, response in cases:
             name = f"{group_size} x ({prompt} + {response})"
             sizes = {"group_size": group_size, "prompt": prompt, "response": response, "num_threads": args.threads}
-            with children(__file__, "prefix_part", share=share, model=model, steps=args.steps, **sizes) as (child,):
+            with children(__file__, "prefix_part", side=side, model=model, steps=args.steps, **sizes) as (child,):
                 result = child.receive(_LIMIT_S)
             found[name], bounds[name] = result["seconds"], result["bound"]
             if not math.isclose(result["norm"], norms.setdefault(name, result["norm"]), rel_tol=1e-3):
                 raise ChildFailed(f"{name}: gradient norms {result['norm']} and {norms[name]}")
         return found
 
-    rounds = alternate(args, {share: (lambda share=share: measure(share)) for share in ("off", "on")})
+    peers = [peer for peer in args.peers if peer in PEERS and peer not in missing_peers(PEERS)]
+    sides = ("off", "on", *peers)
+    rounds = alternate(args, {side: (lambda side=side: measure(side)) for side in sides})
     gain = rounds.ratios("off", ["on"], list(bounds))["on"]
     rows = [
         [
             name,
-            *(rounds.median(share, name) for share in ("off", "on")),
+            *(rounds.median(side, name) for side in sides),
             rounds.spread("on", name),
             gain[name],
             bound,
@@ -348,7 +354,8 @@ def compare_prefixes(args: argparse.Namespace, model: str) -> None:
         ]
         for name, bound in bounds.items()
     ]
-    header = ["group x (prompt + response)", "off, CPU s", "on, CPU s", "spread", "speed", "bound", "of bound"]
+    seconds = [f"{side}, CPU s" for side in sides]
+    header = ["group x (prompt + response)", *seconds, "spread", "speed", "bound", "of bound"]
     table(args, "train.share_prefix", header, rows)
     worst = min(gain[name] / bound for name, bound in bounds.items())
     model_sizes = {"hidden": args.hidden, "layers": args.layers}

@@ -382,10 +382,11 @@ class PtxConfig:
 class LoraConfig:
     """Low-rank adapters beside the actor's linear layers. Only they are trained; the base model stays as it is in model_path."""
 
-    rank: int = limited(16, at_least=1, at_most=4_096)
+    rank: int = limited(16, at_least=1, at_most=4_096)  # of each adapter: numbers between its two matrices
     alpha: float = limited(32.0, above=0)  # the adapters' outputs are multiplied by alpha / rank
     # Ends of names of linear layers, such as q_proj | all-linear, alone: all of them but the output layer
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    # Of the adapters' inputs
     dropout: float = limited(0.0, at_least=0, at_most=0, remedy="must be 0: logprobs must be deterministic")
     start: str = ""  # folder of an adapter in peft's format with which training begins; "": A random, B zero
     seed: int = limited(1, at_least=0)  # of the initial values of A

@@ -1,0 +1,63 @@
+"""Whole runs with adapters (train.lora): every token is of the adapter that it names, and the quickstart learns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import ROOT, launch_sorter
+
+from asyncrl.testing.runs import (
+    assert_nothing_left,
+    evaluations,
+    launch,
+    make_tiny_run,
+    train_steps,
+)
+from asyncrl.weights.lineage import audit
+from asyncrl.weights.versions import list_versions, read_manifest, role_dir
+from tests.support.in_update import largest_logprob_error
+
+pytestmark = pytest.mark.timeout(900)
+
+LIMIT_S = 300.0
+ETA = 2
+
+
+def test_every_trained_token_is_of_the_adapter_that_it_names(tmp_path: Path) -> None:
+    """peft computes the logprobs again, with each version's adapter on the base."""
+    with launch(
+        make_tiny_run(tmp_path / "tiny"),
+        "train.lora.rank=4",
+        "train.optimizer.lr=0.02",
+        f"manager.max_head_offpolicyness={ETA}",
+        "train.max_steps=8",
+        "record.trajectories=true",
+        "weights.keep=1000",
+    ) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        directory = role_dir(run.run_dir, "actor")
+        assert {read_manifest(directory / str(version)).kind for version in list_versions(directory)} == {"adapter"}
+        assert max(step["offpolicy/head_max"] for step in train_steps(run.run_dir)) > 0
+        assert largest_logprob_error(run.run_dir) < 1e-4
+        assert audit(run.run_dir).problems == []
+        assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.release
+def test_the_quickstart_learns_with_adapters(sorter: Path, tmp_path: Path) -> None:
+    """The command eval of the merged model repeats the run's own last figure."""
+    with launch_sorter(sorter, tmp_path, config=ROOT / "configs" / "quickstart_lora.yaml") as run:
+        assert run.wait(2 * LIMIT_S) == 0, run.output()
+        start, *_, end = evaluations(run.run_dir)
+        assert start["eval/greedy_reward"] < 0.6
+        assert end["eval/greedy_reward"] >= 0.9
+        assert_nothing_left(run.run_dir)
+        command = [sys.executable, "-P", "-m", "asyncrl.cli.main", "eval", "--json"]
+        target = run.run_dir / "checkpoints" / "final-merged"
+        done = subprocess.run([*command, str(target)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["eval/greedy_reward"] == pytest.approx(end["eval/greedy_reward"], abs=0.004)
