@@ -46,12 +46,14 @@ _NOISE = 1e-5  # nats between two attention implementations in a small copy of a
 
 class Task(msgspec.Struct, frozen=True):
     """path: folder of a causal language model. trains: a trainer loads it. generation: config of the embedded engine; None: no
-    embedded engine samples from it. by_folder: servers take weights under the names in the model's folder, as SGLang's do."""
+    embedded engine samples from it. by_folder: servers take weights under the names in the model's folder, as SGLang's do.
+    share_prefix: train.share_prefix."""
 
     path: str
     trains: bool
     generation: GenerationConfig | None
     by_folder: bool = False
+    share_prefix: str = "auto"
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -67,7 +69,8 @@ def task_of(config: ExperimentConfig) -> Task:
     is_embedded = mode.has_servers and allocation_of(config).traits.is_embedded
     generation = config.generation if is_embedded else None
     by_folder = mode.updates_servers and not is_embedded
-    return Task(str(Path(config.model_path).expanduser()), mode.trains, generation, by_folder)
+    path = str(Path(config.model_path).expanduser())
+    return Task(path, mode.trains, generation, by_folder, config.train.share_prefix)
 
 
 def judge_architecture(config: ExperimentConfig) -> list[Finding]:
@@ -116,7 +119,7 @@ def check_architecture(task: Task) -> Result:
         trainer, agreement = None, None
         try:
             if task.trains:
-                trainer, agreement = _train(model)
+                trainer, agreement = _train(model, task.share_prefix)
             if task.generation is not None:
                 asyncio.run(_sample(task.generation, model, trainer, Path(folder) / "run"))
         except ConfigError as error:
@@ -162,13 +165,13 @@ def _check_names(path: str, config: PreTrainedConfig) -> None:
         ) from error
 
 
-def _train(model: Path) -> tuple[TrainEngine, Agreement]:
+def _train(model: Path, share_prefix: str) -> tuple[TrainEngine, Agreement]:
     """Raises ConfigError."""
     from asyncrl.architectures.agreement import architecture_errors
     from asyncrl.model.self_check import check_saved_copy
 
     with architecture_errors(model):
-        return check_saved_copy(model)
+        return check_saved_copy(model, share_prefix=share_prefix)
 
 
 async def _sample(config: GenerationConfig, model: Path, trainer: TrainEngine | None, run_dir: Path) -> None:

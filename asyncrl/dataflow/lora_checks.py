@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import REF, ExperimentConfig, fetches_weights
 from asyncrl.config.transports import FILES
 from asyncrl.config.validation import Problem, problems_among
@@ -21,7 +22,7 @@ def problems_of_lora(
     train, lora, weights = config.train, config.train.lora, config.weights
     if lora is None:
         return
-    generates = allocation.traits
+    mode, generates = mode_of(config.mode), allocation.traits
     others = [one.name for one in placements if one.role == ACTOR and one.name != ACTOR]
     yield from problems_among(
         config,
@@ -32,9 +33,9 @@ def problems_of_lora(
                 f"{ALL_LINEAR} stands alone; leave the other names out",
             ),
             (not lora.targets, "train.lora.targets", f"names no layer; use {ALL_LINEAR}"),
-            (config.mode != "async", "mode", f"{_UNPROVEN}; use async, or leave train.lora out"),
+            (not mode.updates_servers, "mode", f"{_UNPROVEN}; use async, or leave train.lora out"),
             (
-                config.mode == "async" and not generates.is_embedded,
+                mode.updates_servers and not generates.is_embedded,
                 "allocation",
                 f"the engine {allocation.engine} loads no adapters here yet; use transformers",
             ),

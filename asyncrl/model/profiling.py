@@ -66,7 +66,7 @@ class Profiler:
         lines = [msgspec.json.encode(header)]
         # With the longest first, a file that is full lacks the shortest events
         events = sorted(_events(found, header.unix_us), key=lambda event: -event.get("dur", float("inf")))
-        size = len(lines[0])
+        size = len(lines[0]) + 1
         for event in events:
             line = msgspec.json.encode(event)
             size += len(line) + 1

@@ -77,7 +77,7 @@ def load_checked(
         logger.info("%s computes %d layers with a state by sequence", model.name, len(engine.with_state))
     with architecture_errors(model.path, alone=mesh is None or mesh.placement.grid.size == 1):
         if model.kind == "lm" and model.trainable and (mesh is None or mesh.rank == mesh.placement.workers[0]):
-            check_small_copy(engine.config)
+            check_small_copy(engine.config, share_prefix=train.share_prefix)
         bound = check_packing(engine)
         check_sharing(engine)
         if train.compile == "on":
@@ -257,11 +257,11 @@ def _in_wider_floats(module: nn.Module, query: Tensor, *arguments: Any, **option
     return output.to(query.dtype), None
 
 
-def check_small_copy(config: PreTrainedConfig) -> None:
+def check_small_copy(config: PreTrainedConfig, *, share_prefix: str = "auto") -> None:
     """Compare the trainer's logprobs of a small copy of the architecture with those of plain transformers, each sequence alone.
 
-    Checks nothing if no small copy of the architecture can be made; the check of the loaded model remains. Raises SelfCheckError
-    or ConfigError.
+    share_prefix: train.share_prefix. Checks nothing if no small copy of the architecture can be made; the check of the loaded model
+    remains. Raises SelfCheckError or ConfigError.
     """
     with TemporaryDirectory(prefix="asyncrl-self-check-", dir=folder_of_run()) as folder:
         try:
@@ -269,12 +269,12 @@ def check_small_copy(config: PreTrainedConfig) -> None:
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
             logger.info("no small copy of %s can be made for the self-check: %r", config.model_type, error)
             return
-        check_saved_copy(Path(folder))
+        check_saved_copy(Path(folder), share_prefix=share_prefix)
 
 
-def check_saved_copy(path: Path) -> tuple[TrainEngine, Agreement]:
+def check_saved_copy(path: Path, *, share_prefix: str) -> tuple[TrainEngine, Agreement]:
     """Check a small copy that is in this folder. Returns its trainer too. Raises SelfCheckError or ConfigError."""
-    train = TrainConfig(dtype="float32", max_tokens_per_mb=256)
+    train = TrainConfig(dtype="float32", max_tokens_per_mb=256, share_prefix=share_prefix)
     model = ModelConfig("actor", str(path), "d1", [0], trainable=True, optimizer=OptimizerConfig())
     engine = TrainEngine(model, train)
     texts = texts_of(engine.vocab_size)

@@ -191,7 +191,7 @@ def test_bytes_that_are_no_json_are_refused_when_words_are_read(text: bytes) -> 
         (
             header_of(keys=[["rewards", "float32", 1], ["words_x", "uint8", 0]], lengths=[[[3, 2], [4]], [[1], [1]]]),
             [bytes(8), bytes(9)],
-            "key 'words_x', id 'a': expected one text for each of the 1 sequences of 'rewards', found 2",
+            "key 'words_x', id 'a': expected one run for each of the 1 sequences of 'rewards', found 2",
         ),
         (header_of(), [None], "frame 0: expected bytes, found NoneType"),
         (3, [FRAME], "frame header: expected bytes, found int"),

@@ -58,7 +58,10 @@ def config_file(tmp_path):
         ("train.algorithm=gpro", "did you mean 'grpo'?"),
         ("train.correction=x", "train.correction='x': one of mask, tis, icepop"),
         ("mode=Async", "did you mean 'async'?"),
-        ("allocation=Transformer.d1+d1", "did you mean 'transformers'? use one of transformers, sglang, external"),
+        (
+            "allocation=Transformer.d1+d1",
+            "did you mean 'transformers'? use one of transformers, sglang, vllm, external",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_was_meant(config_file, written, told):
