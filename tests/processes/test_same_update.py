@@ -105,7 +105,14 @@ def train(paths: dict[str, Path]) -> TrainConfig:
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
     ppo = PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05, advantage_norm="batch", gae_lambda=0.95)
     critic = CriticConfig(path=str(paths["critic"]), optimizer=optimizer, minibatches=2)
-    return TrainConfig(batch_size=8, optimizer=optimizer, ppo=ppo, critic=critic, max_tokens_per_mb=BUDGETS["whole"])
+    return TrainConfig(
+        batch_size=8,
+        optimizer=optimizer,
+        ppo=ppo,
+        critic=critic,
+        max_tokens_per_mb=BUDGETS["whole"],
+        share_prefix="off",  # the expected update shares nothing
+    )
 
 
 def of_budget(budget: str, train: TrainConfig, paths: dict[str, Path]) -> TrainConfig:
