@@ -23,11 +23,19 @@ _TELLING = 8  # least number of tokens whose mean logprobs always differ clearly
 class WeightStore:
     """A model directory and its weight versions."""
 
-    def __init__(self, root: Path, architecture: str = "qwen2", hidden_size: int = 64, *, tied: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        architecture: str = "qwen2",
+        hidden_size: int = 64,
+        *,
+        tied: bool = True,
+        max_positions: int = MAX_POSITIONS,
+    ) -> None:
         self.root, self._architecture = root, architecture
         self._sizes: dict[str, Any] = {
             "hidden_size": hidden_size,
-            "max_positions": MAX_POSITIONS,
+            "max_positions": max_positions,
             "tie_embeddings": tied,
         }
         self.model_path = root / "model"

@@ -24,6 +24,7 @@ from asyncrl.generation.vllm import VLLMClient, own_server
 from tests.support.weight_store import WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_POSITIONS = 4096
 START_LIMIT_S = 240.0  # about 15 s on an idle machine; other processes compete with it
 
 
@@ -56,7 +57,7 @@ def vllm_config(vllm_python: str) -> GenerationConfig:
 def vllm_store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     torch.set_num_threads(1)
     # On a CPU vLLM needs heads of 32 or more, and does not load tied embeddings (test_vllm_bites.py)
-    return WeightStore(tmp_path_factory.mktemp("store"), hidden_size=128, tied=False)
+    return WeightStore(tmp_path_factory.mktemp("store"), hidden_size=128, tied=False, max_positions=MAX_POSITIONS)
 
 
 class ServerInThread(ServerLink):

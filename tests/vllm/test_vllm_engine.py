@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ServerInThread
+from conftest import MAX_POSITIONS, ServerInThread
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
@@ -28,9 +28,9 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.vllm import VLLMClient, VLLMEngine, own_server
 from asyncrl.protocol.generation import SamplingParams, VersionSpan
 from tests.support.server_load import Counter, close_to, make_prompt, respond, within
-from tests.support.weight_store import MAX_POSITIONS, V0, V1, V2, V3, WeightStore
+from tests.support.weight_store import V0, V1, V2, V3, WeightStore
 
-LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)  # still runs when a delayed test acts
+LONG = SamplingParams(max_new_tokens=2400, ignore_eos=True)  # still runs when a delayed test acts: vLLM is fast
 ENDING = SamplingParams(max_new_tokens=200)
 
 
