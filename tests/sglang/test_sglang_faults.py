@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation import sglang
+from asyncrl.generation import server_engine
 from asyncrl.generation.engine import EngineArguments, EngineFailed, EngineRequest
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
@@ -145,8 +145,8 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
         await engine.load_weights(store.path(V0), V0)
         request = EngineRequest("long", [1, 2, 3], SamplingParams(max_new_tokens=400, ignore_eos=True))
         waiting = engine.submit(request)
-        monkeypatch.setattr(sglang, "_ASK_LIMIT_S", 0.5)  # limit for one health query to SGLang
-        monkeypatch.setattr(sglang, "_SILENT_LIMIT_S", 1.0)
+        monkeypatch.setattr(server_engine, "ASK_LIMIT_S", 0.5)  # limit for one health query to SGLang
+        monkeypatch.setattr(server_engine, "_SILENT_LIMIT_S", 1.0)
         for process in processes:
             process.suspend()
         with pytest.raises(EngineFailed, match="has not answered for"):
