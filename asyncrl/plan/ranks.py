@@ -10,7 +10,6 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -70,8 +69,6 @@ def plan_training(
     Raises PlanError if the config cannot be planned, or if a rank's process fails or takes longer than LIMIT_S.
     """
     config = resolve(config, Facts(on_gpu=device_type == "cuda"))
-    if config.train.share_prefix == "auto":  # what a batch shares is known when it is there; off is the upper bound
-        config = replace(config, train=replace(config.train, share_prefix="off"))
     models, mfcs = _placed(config)
     shards = _shards_by_worker(models)
     needed = sorted({shard for held in shards.values() for shard in held})

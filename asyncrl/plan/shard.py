@@ -64,7 +64,9 @@ def count_shard(task: ShardTask, num_layers: int = 0) -> ShardCounts:
     world = FakeWorld(task.device_type, num_layers)
     grid = ModelPlacement.of(task.model).grid
     mesh = world.mesh(grid, task.stage) if grid.size > 1 else None
-    engine = PlannedEngine(world, task.model, task.train, mesh)
+    # What a batch shares is known when it is there; off is the upper bound
+    train = replace(task.train, share_prefix="off") if task.train.share_prefix == "auto" else task.train
+    engine = PlannedEngine(world, task.model, train, mesh)
     memory = world.tracker.memory
     gc.collect()
     counts = ShardCounts(load_peak=memory.peak, loaded=memory.total, exported=_export_bytes(engine))

@@ -119,7 +119,7 @@ class Step:
 
 def random_sample(lengths: list[int], keys: Any, vocab_size: int) -> SequenceSample:
     """Random tokens, sampled by a policy near that of random weights: else the loss is clipped, and its gradient vanishes."""
-    sample = sample_of([lengths], keys)
+    sample = sample_of(Load(1, 1, lengths), 1, 1, keys)
     ids = sample.data["packed_input_ids"]
     ids[:] = np.random.default_rng(0).integers(0, vocab_size, len(ids))
     sample.data["packed_logprobs"][:] = -math.log(vocab_size)
