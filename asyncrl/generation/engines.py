@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.engine import EngineArguments, GenerationEngine
@@ -57,19 +58,6 @@ class Engines(ABC):
     @abstractmethod
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]: ...
 
-    def _log(self, package: str) -> Path:
-        """The log of the program that the engine starts."""
-        info = self._info
-        return Path(info.run_dir) / "logs" / f"attempt_{info.attempt}" / f"{info.kind}_{info.index}_{package}.log"
-
-    def _writer(self) -> WeightFetcher | None:
-        """Writes versions in full for a program that loads no others. None: all versions are full."""
-        config, info = self._config, self._info
-        if config.full_every <= 1:
-            return None
-        run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host) + "-full"
-        return WeightFetcher(fetch_folder(config.fetch_dir), run, keep=1, logger=logger, clock=self._clock)
-
     @abstractmethod
     def start_wait(self) -> tuple[str, str]:
         """For a status line about the engine's start: what the server waits for, in words; and the folder, interpreter or URL that
@@ -96,49 +84,55 @@ class EmbeddedEngines(Engines):
         return TransformersEngine(arguments, device=rank_device(gpus=self._info.gpus), seed=seed)
 
 
-class SGLangEngines(Engines):
-    """A SGLang server that this process starts and owns."""
+class ProgramEngines(Engines):
+    """A server of another program that this process starts and owns."""
+
+    def __init__(self, config: GenerationServerConfig, trace: Tracer, clock: Clock) -> None:
+        super().__init__(config, trace, clock)
+        program = traits_of(config.engine).program
+        assert program is not None
+        self._program = program
 
     def start_wait(self) -> tuple[str, str]:
-        return "starting SGLang", self._config.generation.python or "this environment's"
+        return f"starting {self._program.name}", self._config.generation.python or "this environment's"
 
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The arguments of `own_server` that do not depend on the program."""
+        info = self._info
+        logs = Path(info.run_dir) / "logs" / f"attempt_{info.attempt}"
+        return {
+            "tensor": self._config.tensor_parallel,
+            "gpus": info.gpus,
+            "seed": info.seed * 1000 + info.index,
+            "log": logs / f"{info.kind}_{info.index}_{self._program.package}.log",
+            "clock": self._clock,
+        }
+
+    def _writer(self) -> WeightFetcher | None:
+        """Writes versions in full, because the program loads no others. None: all versions are full."""
+        config, info = self._config, self._info
+        if config.full_every <= 1:
+            return None
+        run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host) + "-full"
+        return WeightFetcher(fetch_folder(config.fetch_dir), run, keep=1, logger=logger, clock=self._clock)
+
+
+class SGLangEngines(ProgramEngines):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.sglang import SGLangEngine
         from asyncrl.generation.sglang_process import own_server
 
-        config, info = self._config, self._info
-        server = own_server(
-            config.generation,
-            config.model_path,
-            tensor=config.tensor_parallel,
-            gpus=info.gpus,
-            seed=info.seed * 1000 + info.index,
-            log=self._log("sglang"),
-            clock=self._clock,
-            sleeps=config.shares_devices,
-        )
+        config = self._config
+        server = own_server(config.generation, config.model_path, sleeps=config.shares_devices, **self._place)
         return SGLangEngine(arguments, server, self._writer())
 
 
-class VLLMEngines(Engines):
-    """A vLLM server that this process starts and owns."""
-
-    def start_wait(self) -> tuple[str, str]:
-        return "starting vLLM", self._config.generation.python or "this environment's"
-
+class VLLMEngines(ProgramEngines):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.vllm import VLLMEngine, own_server
 
-        config, info = self._config, self._info
-        server = own_server(
-            config.generation,
-            config.model_path,
-            tensor=config.tensor_parallel,
-            gpus=info.gpus,
-            seed=info.seed * 1000 + info.index,
-            log=self._log("vllm"),
-            clock=self._clock,
-        )
+        server = own_server(self._config.generation, self._config.model_path, **self._place)
         return VLLMEngine(arguments, server, self._writer())
 
 

@@ -25,7 +25,8 @@ class RequestRoutes:
         self._layout, routers = routers_of(model, path)
         self._chosen: list[Tensor] = []  # of the current pass, by layer: [T, K]
         self._is_pass = False
-        self._routes: dict[str, Routes] = {}  # by request
+        self._rows: dict[str, list[Any]] = {}  # by request: [tokens of a pass, layout.width] of each pass
+        self._counts: dict[str, int] = {}  # tokens in _rows
         for router in routers:
             router.register_forward_hook(self._record)
 
@@ -36,23 +37,26 @@ class RequestRoutes:
     @contextmanager
     def of_pass(self, rows: Sequence[Row], known: Container[str]) -> Iterator[None]:
         """Record a pass over these tokens, in this order. known: as in RequestStates.of_pass."""
-        self._routes = {key: routes for key, routes in self._routes.items() if key in known}
+        self._rows = {key: kept for key, kept in self._rows.items() if key in known}
+        self._counts = {key: self._counts[key] for key in self._rows}
         self._chosen, self._is_pass = [], True
         try:
             yield
         finally:
             self._is_pass = False
         chosen: Any = torch.cat(self._chosen, dim=1).cpu().numpy().astype(self._layout.dtype)
-        begin = 0
+        end = 0
         for row in rows:
-            new = Routes(self._layout, chosen[begin : begin + row.length])
-            begin += row.length
-            old = self._routes.get(row.key) or Routes(
-                self._layout, np.empty((0, self._layout.width), self._layout.dtype)
-            )
+            end += row.length
+            count = self._counts.get(row.key, 0)
+            if row.first > count:
+                raise ValueError(f"routes from token {row.first} on do not continue {count}")
             # A request that the cache had no room for computes its first tokens again: they keep their first routes
-            self._routes[row.key] = old.joined(new, start=row.first) if row.first + row.length > len(old) else old
+            if (new := row.first + row.length - count) > 0:
+                self._rows.setdefault(row.key, []).append(chosen[end - new : end].copy())
+                self._counts[row.key] = count + new
 
     def take(self, key: str) -> Routes | None:
         """The routes of a request that ends. None: no pass has computed one of its tokens."""
-        return self._routes.pop(key, None)
+        rows = self._rows.pop(key, None)
+        return None if rows is None else Routes(self._layout, np.concatenate(rows))

@@ -734,9 +734,9 @@ class TrainEngine:
 
 class _BaseEngine:
     """The base of a model with adapters, as an engine that computes logprobs. It has no weights of its own: it is the same module,
-    with the adapters off."""
+    with the adapters off. The model's own engine counts what both compute."""
 
-    trained_flops = 0
+    trained_flops = num_tokens = num_tokens_shared = 0
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine

@@ -101,14 +101,9 @@ class RouteReplay:
 
     def _begin(self, stage: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         routes = self._micro_batches[int(inputs[0])]
-        self._current = (
-            None if routes is None else routes.to(inputs[0].device if inputs[0].is_cuda else self._device(stage))
-        )
+        self._current = None if routes is None else routes.to(next(stage.parameters()).device)
         self._counts = True
         self._other_TL = None
-
-    def _device(self, stage: nn.Module) -> torch.device:
-        return next(stage.parameters()).device
 
     def _end(self, stage: nn.Module, inputs: Any, outputs: Any) -> None:
         self._counts = False
