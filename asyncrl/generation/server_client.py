@@ -85,6 +85,13 @@ class ServerClient(ABC):
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
+    async def connect(self, url: str) -> None:
+        """Use this address from now on: a server that starts again may have another socket, to which no open session leads."""
+        if url != self.url and self._session is not None:
+            await self._session.close()
+            self._session = None
+        self.url = url
+
     # ---------------------------------------------------------------------------------------------------------- generate
 
     @abstractmethod

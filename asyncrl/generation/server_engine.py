@@ -177,7 +177,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
 
     async def start(self) -> None:
         async def is_ready(url: str) -> bool:
-            self._client.url = url
+            await self._client.connect(url)
             try:
                 await self._client.served_version(limit_s=ASK_LIMIT_S)
             except ServerError:

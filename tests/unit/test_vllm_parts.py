@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from asyncrl.cli import doctor
 from asyncrl.cli.commands.logs import worker_of
@@ -134,3 +136,23 @@ def test_pieces() -> None:
     assert _piece(choice(token_ids=[], finish_reason="abort"), 3).meta_info.finish_reason is not None
     with pytest.raises(ServerError, match="the finish reason 'error'"):
         _piece(choice(finish_reason="error"), 3)
+
+
+async def test_a_client_follows_a_server_to_its_next_socket(tmp_path: Path) -> None:
+    client = VLLMClient("")
+    async with contextlib.AsyncExitStack() as stack:
+        for version in ("first", "second"):
+
+            async def answer(_: web.Request, version: str = version) -> web.Response:
+                return web.json_response({"weight_version": version})
+
+            app = web.Application()
+            app.router.add_get("/weight_info", answer)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.UnixSite(runner, str(tmp_path / version)).start()
+        stack.push_async_callback(client.close)
+        for version in ("first", "second"):
+            await client.connect(f"unix:{tmp_path / version}")
+            assert await client.served_version(limit_s=5.0) == version

@@ -74,7 +74,7 @@ class ServerInThread(ServerLink):
         client = VLLMClient("")
 
         async def is_ready(url: str) -> bool:
-            client.url = url
+            await client.connect(url)
             try:
                 await client.served_version(limit_s=5.0)
             except ServerError:
