@@ -57,7 +57,12 @@ def test_the_quickstart_learns_with_adapters(sorter: Path, tmp_path: Path) -> No
         assert end["eval/greedy_reward"] >= 0.9
         assert_nothing_left(run.run_dir)
         command = [sys.executable, "-P", "-m", "asyncrl.cli.main", "eval", "--json"]
-        target = run.run_dir / "checkpoints" / "final-merged"
-        done = subprocess.run([*command, str(target)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            [*command, str(run.run_dir)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["eval/greedy_reward"] == pytest.approx(end["eval/greedy_reward"], abs=0.004)
+        adapter = str(run.run_dir / "checkpoints" / "final")
+        refused = subprocess.run([*command, adapter], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert refused.returncode != 0
+        assert "holds an adapter" in refused.stderr + refused.stdout

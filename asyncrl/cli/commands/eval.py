@@ -21,6 +21,7 @@ from asyncrl.launch.experiment import Draft, draft_experiment, load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import newest_experiment
 from asyncrl.launch.submission import is_to_submit
+from asyncrl.weights.adapter import ABOUT
 
 _DESCRIPTION = """Evaluate a model on the evaluation sets of a config, without training, and print the results.
 
@@ -99,7 +100,14 @@ def _of_folder(folder: Path) -> tuple[Path, list[str]]:
         raise ConfigError(
             f"{folder} is in no run's folder; name the config: asyncrl-launch eval CONFIG model_path={folder}"
         )
-    model = folder / "checkpoints" / "final" if folder == run_dir else folder
+    final = folder / "checkpoints" / "final"
+    merged = final.with_name("final-merged")  # of a run with train.lora.merge
+    model = folder if folder != run_dir else merged if merged.is_dir() else final
+    if (model / ABOUT).is_file():
+        raise ConfigError(
+            f"{model} holds an adapter, which is not evaluated without its base; train with train.lora.merge=true, and name the "
+            "folder checkpoints/final-merged"
+        )
     if not (model / "config.json").is_file():
         raise ConfigError(
             f"{model} has no config.json; name the folder of a model, such as {run_dir}/checkpoints/final"
