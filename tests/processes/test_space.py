@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -43,24 +42,6 @@ def fill(disk: Path) -> None:
             pass
 
 
-@contextmanager
-def filled(disk: Path) -> Iterator[None]:
-    """Act as another process that takes all free space, and again as soon as some is free."""
-    over = threading.Event()
-
-    def take() -> None:
-        while not over.wait(0.01):
-            fill(disk)
-
-    fill(disk)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(take)
-        try:
-            yield
-        finally:
-            over.set()
-
-
 def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
     """The launcher removes etcd's data, which frees space, and all sessions put their entries again. If that is not enough, the run
     ends."""
@@ -81,9 +62,12 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
             server = service._etcd._server
 
             def tear_its_data() -> None:
-                """Leave the data as failed writes on a full disk do. etcd is frozen, so that it does not die too early."""
+                """Leave data on which etcd cannot start, as failed writes do. They take as much space as the data of a new etcd.
+                etcd is frozen, so that it does not die too early."""
+                wait_until(lambda: any(server.data_dir.rglob("*.tmp")), "etcd has reserved space for its next log")
                 os.kill(server.pid, signal.SIGSTOP)
-                next(server.data_dir.rglob("db")).write_bytes(b"")
+                with next(server.data_dir.rglob("db")).open("r+b") as file:
+                    file.write(b"torn" * 4096)
 
             tear_its_data()
             fill(disk)
@@ -94,12 +78,17 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
                 return "etcd runs again" in notices
 
             wait_until(runs_again, f"etcd runs again: {notices}")
+            assert any("it is started without" in notice for notice in notices)
             assert worker.wait(name, LIMIT_S) == "http://here"
 
             (disk / "filling").unlink()
             tear_its_data()  # with undamaged data etcd could start without free space
+            fill(disk)
             told = r"etcd ended and could not be started again: .*The disk is full"
-            with filled(disk):
+            with ExitStack() as held:  # files that are open keep their space after they are removed
+                for file in server.data_dir.rglob("*"):
+                    if file.is_file():
+                        held.enter_context(file.open("rb"))
                 os.kill(server.pid, signal.SIGKILL)
                 with pytest.raises(LaunchError, match=f"(?s){told}"):
                     wait_until(lambda: bool(service.turn()), "the end is told")
