@@ -44,6 +44,8 @@ class EngineTraits:
     scores_in_place: bool = True  # it scores texts while its requests are paused in place
     memory_share: float = 0.0  # share of a GPU that it takes by default (gpu-memory-utilization); 0: SGLang's own rule
     rank_bytes: int = 0  # main memory of the processes that it starts for each of its ranks
+    # Requests of several versions of an adapter may run at once (generation.interrupt=finish)
+    keeps_versions: bool = False
     returns_routes: bool = False  # its answers have the experts of each token (train.routes)
     settings: tuple[str, ...] = ()  # fields of `generation` that other engines refuse
     grid_limit: str = ""  # why it refuses other grids

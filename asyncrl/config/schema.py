@@ -24,7 +24,7 @@ from asyncrl.config.transports import FILES, TRANSPORTS
 AUTO = "auto"  # a value that config/resolve.py chooses
 KEEP_ATTENTION = "attention"  # of train.gradient_checkpointing
 SLOW_BYTES_PER_S = 100e6  # if reading or sending weights and checking them is slower than this, there is a fault
-INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
+INTERRUPT_MODES = ("abort", "retract", "wait", "in_place", "finish")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("linear", "cosine", "constant")
 _ON_MISSING = ("wait", "continue", "stop")
@@ -165,7 +165,8 @@ class GenerationConfig:
     attention: str = choice("padded", *ATTENTIONS)
     # What a weight update does to running requests. abort: the server answers with the tokens so far, and rollout workers resume
     # the responses | retract: the server keeps the requests and recomputes their KV cache | wait: the update waits until they
-    # finish | in_place: they continue with the old KV cache. That is approximate: their logprobs belong to no version.
+    # finish | in_place: they continue with the old KV cache. That is approximate: their logprobs belong to no version | finish:
+    # nothing waits. They finish under the version with which they began, beside requests of the new one. Needs train.lora
     interrupt: str = choice("abort", *INTERRUPT_MODES)
     # Limit of the start of the engine with its first load, of the wait until running requests finish (interrupt=wait), of one
     # logprob check, and of each load of weights by SGLang. auto: 120 s, for SGLang 600 s, plus the time that the files of the

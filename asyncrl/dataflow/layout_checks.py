@@ -318,6 +318,18 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
             "embedded engine (allocation=transformers...), or set it to off",
         ),
         (
+            generation.interrupt == "finish" and config.train.lora is None,
+            "generation.interrupt",
+            "finish needs adapters (train.lora): a server has one copy of full weights, so no request can go on under older ones; "
+            "use abort",
+        ),
+        (
+            generation.interrupt == "finish" and not traits.keeps_versions,
+            "generation.interrupt",
+            f"the engine {allocation.engine} computes with one version at a time; use the embedded engine "
+            "(allocation=transformers...) for finish, or abort",
+        ),
+        (
             generation.interrupt == "in_place" and bool(config.weights.verify_logprobs) and not traits.scores_in_place,
             "weights.verify_logprobs",
             f"{traits.program.name if traits.program else 'SGLang'} scores nothing while it is paused in place; use another "

@@ -12,11 +12,16 @@ Life of a request: `submit` checks it and puts it in a bounded queue. It runs wh
 has room. Its future resolves once: with all tokens sampled so far, if the response stopped, reached its length or was aborted;
 otherwise with an error. Every token carries the weight version that sampled it. The mode of the pause around an update
 (INTERRUPT_MODES) decides how the update treats running requests.
+
+Several versions (generation.interrupt=finish, adapters only). A load stops nothing: a request runs under the version with which it
+began, and later requests begin with the new one. The engine keeps `num_versions` of them. An older one is unloaded (`_unload`)
+after its requests have been aborted with their tokens so far.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -72,7 +77,8 @@ class EngineRequest:
     priority: above 0, the request goes to the front of the queue. It is above 0 for a response that has already begun: otherwise
     each update that interrupts it would put it behind the waiting requests again, and the train step that needs it would wait
     longer.
-    is_check: a request of the logprob check. A full queue does not refuse it.
+    is_check: a request of the logprob check. A full queue does not refuse it, and with several versions it needs no free slot.
+    version: with which it runs, one that is loaded; None: the newest.
     """
 
     rid: str
@@ -80,6 +86,7 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 0
     is_check: bool = False
+    version: WeightVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,7 @@ class Pending:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may not be in a span yet
     routes: Routes | None = None
+    version: WeightVersion | None = None  # with which it began; in place, that of the last load
 
     def close_span(self, version: WeightVersion | None, end: int) -> None:
         """Record that this version sampled the tokens after the last span, up to token `end`."""
@@ -186,6 +194,7 @@ class EngineArguments:
     # Results have the experts of each token. Only engines with the trait of the same name (config/engines.py) can do that
     returns_routes: bool = False
     lora: LoraConfig | None = None  # versions are adapters of the model
+    num_versions: int = 1  # that the engine keeps; above 1: interrupt=finish
 
 
 P = TypeVar("P", bound=Pending)
@@ -211,6 +220,8 @@ class GenerationEngine(ABC, Generic[P]):
         self._paused = self._updating = self._closing = False
         self._held = False  # a pause in place has stopped running requests
         self._version: WeightVersion | None = None
+        self._num_versions = arguments.num_versions
+        self._loaded: list[WeightVersion] = []  # with several versions: those that are loaded, the oldest first
         self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
@@ -314,15 +325,20 @@ class GenerationEngine(ABC, Generic[P]):
         """
         while (
             self._waiting
-            and len(self._running) < self._config.max_running_requests
+            and self._has_slot(next(iter(self._waiting.values())).request)
             and self._version is not None
             and not (self._paused or self._updating or self._closing)
         ):
             _, pending = self._waiting.popitem(last=False)
             pending.key = self._new_key()
+            pending.version = pending.request.version or self._version
             self._running[pending.key] = pending
             self._idle.clear()
             self._begin(pending)
+
+    def _has_slot(self, request: EngineRequest) -> bool:
+        """With several versions an update empties no slot, and the check that it needs cannot wait for one."""
+        return len(self._running) < self._config.max_running_requests or (self._keeps_versions and request.is_check)
 
     def _stopped(self, pending: P) -> None:
         """Remove a request from the running ones."""
@@ -434,7 +450,13 @@ class GenerationEngine(ABC, Generic[P]):
     @property
     def pause_modes(self) -> tuple[str, ...]:
         """The subset of INTERRUPT_MODES that `pause` accepts."""
-        return INTERRUPT_MODES if self._can_hold else tuple(mode for mode in INTERRUPT_MODES if mode != "in_place")
+        lacking = {"in_place": not self._can_hold, "finish": not self._keeps_versions}
+        return tuple(mode for mode in INTERRUPT_MODES if not lacking.get(mode, False))
+
+    @property
+    def _keeps_versions(self) -> bool:
+        """Whether requests of several versions may run at once."""
+        return self._num_versions > 1
 
     @property
     def _can_hold(self) -> bool:
@@ -446,16 +468,19 @@ class GenerationEngine(ABC, Generic[P]):
 
         abort: they end with the tokens so far. retract: they wait and continue after `resume`; their KV cache is recomputed.
         wait: they finish, and `pause` returns after that. in_place: they continue after `resume` with their existing KV cache.
+        finish: nothing stops, and new requests do not wait: they begin with the version that is loaded at that time.
         Raises RequestRefused for another mode, and with wait WeightsRefused if they do not finish within load_timeout_s.
         """
         self._check_alive()
         if mode not in self.pause_modes:
             raise RequestRefused(
                 f"mode {mode!r} is not supported by this server; use one of {', '.join(self.pause_modes)} (in_place needs "
-                "generation.interrupt=in_place, which disables prefix sharing)"
+                "generation.interrupt=in_place, which disables prefix sharing; finish needs generation.interrupt=finish)"
             )
-        self._paused = True
         count = len(self._running)
+        if mode == "finish":
+            return count
+        self._paused = True
         if mode == "in_place":
             await self._hold()
         elif mode == "wait":
@@ -486,24 +511,44 @@ class GenerationEngine(ABC, Generic[P]):
         """Verify a version directory and load it in place; returns how many requests it ended.
 
         With abort_running, all running requests are aborted. Otherwise the load waits until they have ended; it neither waits for
-        nor ends requests that a pause in place has stopped. Flushes the prefix cache, except during a pause in place. Raises
-        WeightsRefused; in that case weights and version have not changed.
+        nor ends requests that a pause in place has stopped, nor any if the engine keeps several versions. Flushes the prefix cache,
+        except in these two cases. Raises WeightsRefused; in that case weights and version have not changed.
         """
 
     @asynccontextmanager
     async def _updated(self, version: WeightVersion, *, abort_running: bool = False) -> AsyncIterator[int]:
         """Yield how many requests were ended, when nothing runs that the new weights would change. After the block, the engine
-        serves the version."""
+        serves the version. If it keeps several, the block must leave running requests their versions."""
         async with self._update_lock:
             self._check_alive()
             self.check_version(version)
-            with self._nothing_begins():
+            with contextlib.nullcontext() if self._keeps_versions else self._nothing_begins():
                 num_aborted = await self._end_running() if abort_running else 0
-                if not self._held:
+                if not (self._held or self._keeps_versions):
                     await self._until_idle()
                 yield num_aborted
                 self._version = version
                 self._num["updates"] += 1
+            if self._keeps_versions:
+                await self._unload_oldest(version)
+
+    async def _unload_oldest(self, loaded: WeightVersion) -> None:
+        """Unload the versions that are too old once this one is loaded, after the end of their requests."""
+        self._loaded = [*(one for one in self._loaded if one != loaded), loaded]
+        while len(self._loaded) > self._num_versions:
+            oldest = self._loaded.pop(0)
+            for pending in [one for one in self._running.values() if one.version == oldest]:
+                await self._abort_running(pending)
+            await self._unload(oldest)
+
+    async def _unload(self, version: WeightVersion) -> None:
+        """With several versions: drop this one. No request runs under it, and none will."""
+        raise NotImplementedError
+
+    @property
+    def versions_in_use(self) -> list[WeightVersion]:
+        """The versions under which requests run, the oldest first."""
+        return sorted({one.version for one in self._running.values() if one.version is not None})
 
     @contextmanager
     def _nothing_begins(self) -> Iterator[None]:
@@ -538,8 +583,9 @@ class GenerationEngine(ABC, Generic[P]):
             )
 
     @abstractmethod
-    async def score(self, input_ids: list[int]) -> list[float]:
-        """Logprob of each token given those before it, at temperature 1, under the loaded weights; 0 for the first.
+    async def score(self, input_ids: list[int], version: WeightVersion | None = None) -> list[float]:
+        """Logprob of each token given those before it, at temperature 1; 0 for the first. version: one that is loaded; None: the
+        newest.
 
         Works while the engine is paused (a SGLang server that is paused in place raises EngineUnavailable), and no waiting request
         starts because of it. Uses no cached prefixes. Leaves none behind either, except on SGLang while requests run.

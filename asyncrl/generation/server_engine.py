@@ -484,7 +484,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
     def scores_before_resume(self) -> bool:
         return self._paused and not self._held
 
-    async def score(self, input_ids: list[int]) -> list[float]:
+    async def score(self, input_ids: list[int], version: WeightVersion | None = None) -> list[float]:
         self._check_alive()
         if self._held:
             raise EngineUnavailable(

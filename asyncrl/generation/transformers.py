@@ -780,7 +780,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 for key in self._running
             }
 
-    async def score(self, input_ids: list[int]) -> list[float]:
+    async def score(self, input_ids: list[int], version: WeightVersion | None = None) -> list[float]:
         self._check_alive()
         if min(input_ids, default=-1) < 0 or max(input_ids) >= self._vocab_size:
             raise RequestRefused(f"input_ids to score must be one or more tokens from 0 to {self._vocab_size - 1}")

@@ -236,7 +236,7 @@ class PacedEngine(GenerationEngine[_Paced]):
             self._path = str(path)
         return num_aborted
 
-    async def score(self, input_ids: list[int]) -> list[float]:
+    async def score(self, input_ids: list[int], version: WeightVersion | None = None) -> list[float]:
         return [0.0, *[_LOGPROB] * (len(input_ids) - 1)]
 
     async def _flush(self) -> bool:
