@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.cli.curves import number
+from asyncrl.cli.run_files import number
 from asyncrl.master.report import REMEDIES
 
 LEAST_STEPS = 12  # with fewer steps nothing is said

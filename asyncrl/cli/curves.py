@@ -1,56 +1,20 @@
-"""Curves of one or several runs, from the files of their masters and servers. Only prepares data; plotting.py draws.
-
-summary.json has the distributions over all trained responses of a run that has ended.
-
-metrics.jsonl has one line per train step and per evaluation. The servers' journals have the tenths of a second in which tokens
-were generated. A run may still be running, its last line may be incomplete, and values may be missing or not finite: all other
-values are shown.
-"""
+"""Curves of one or several runs, from their records (run_files.py). Only prepares data; plotting.py and the page draw it."""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import msgspec
 
 from asyncrl.algorithms.metrics import METRICS, EvalName, at_most_k
+from asyncrl.cli.run_files import NAN, Record, Run, number
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.launch.rundir import SUMMARY_FILE
-from asyncrl.protocol.errors import DECODE_ERRORS
-from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
-from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 
-NAN = float("nan")
 TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"  # labels of axes
 _WHOLE_STEP = ("step", "train", "wait_data", "wait_weights")  # times that other panels show
-
-Record = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Run:
-    """The data for the curves of one lineage. A lineage is the chain of attempts, from one that began anew to the newest, that its
-    newest weights come from. A run that began anew has several lineages."""
-
-    name: str  # unique among the runs shown
-    run_dir: Path
-    attempt: int  # the newest of these attempts
-    steps: Sequence[Record]  # by step, ascending
-    evaluations: Sequence[Record]  # by step, ascending
-
-    # The tenths of a second in which at least one server generated: unix time in tenths of a second, ascending. They are those of
-    # the whole run, not only of this lineage
-    generating: Sequence[int] = ()
-    ages: Mapping[str, Any] | None = None  # `offpolicyness` of summary.json; None: not written (yet)
-    going_on: bool = False
-    num_broken_lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,140 +49,6 @@ class Picture:
     panels: tuple[Panel, ...]
     missing: tuple[str, ...]  # one text for each panel or curve that has no data, with the reason
 
-
-# ------------------------------------------------------------------------------------------------------------------ reading
-
-
-def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:
-    """Read these runs, in the order given. Equal folders count once.
-
-    A run that began anew becomes one Run per beginning. If a run continued from a checkpoint, the earlier attempt's steps after
-    that checkpoint are void and left out.
-    """
-    folders = list({path.resolve(): path for path in run_dirs}.values())
-    runs = []
-    for name, run_dir in zip(distinct_names(folders), folders, strict=True):
-        records, num_broken = read_records(run_dir / METRICS_FILE)
-        found = [
-            (lineage, _steps(records, lineage), _evaluations(records, lineage))
-            for lineage in _lineages(run_dir, {_attempt(record) for record in records})
-        ]
-        shown = [entry for entry in found if entry[1] or entry[2]]
-        going_on = is_running(run_dir)
-        generating = _generating(run_dir) if records else []
-        summary = _summary_so_far(run_dir)
-        for lineage, steps, evaluations in shown:
-            runs.append(
-                Run(
-                    name=name if len(shown) == 1 else f"{name}, attempt {lineage.newest}",
-                    run_dir=run_dir,
-                    attempt=lineage.newest,
-                    steps=steps,
-                    evaluations=evaluations,
-                    generating=generating,
-                    ages=summary.get("offpolicyness") if summary.get("attempt") == lineage.newest else None,
-                    going_on=going_on and lineage is shown[-1][0],
-                    num_broken_lines=num_broken,
-                )
-            )
-    return runs
-
-
-def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
-    """Read a file of JSON lines. Returns the records that have a step, and the number of other lines.
-
-    newest_bytes: read only the lines that begin within this many bytes before the file's end.
-    """
-    broken: list[str] = []
-    found: list[Record] = [*read_json_lines(path, broken.append, newest_bytes)]
-    records = [record for record in found if math.isfinite(number(record, "step"))]
-    return records, len(broken) + len(found) - len(records)
-
-
-def number(record: Record, key: str) -> float:
-    """The number under this key; NaN if there is none, or if it is not finite."""
-    value = record.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else NAN
-
-
-def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Name each run by its trial, with as many parent folders as needed to distinguish runs with the same trial."""
-    parts = [path.absolute().parts for path in run_dirs]
-    names = []
-    for own in parts:
-        length = next(
-            (n for n in range(1, len(own)) if sum(other[-n:] == own[-n:] for other in parts) == 1),
-            len(own),
-        )
-        names.append("/".join(own[-length:]))
-    return names
-
-
-def _attempt(record: Record) -> int:
-    value = record.get("attempt", 1)
-    return value if isinstance(value, int) else 1
-
-
-def is_evaluation(record: Record) -> bool:
-    """Whether the record is an evaluation's; otherwise it is a train step's."""
-    return any(key.startswith("eval/") for key in record)
-
-
-def _lineages(run_dir: Path, attempts: Iterable[int]) -> list[Lineage]:
-    """The lineages of the run. Each of `attempts` that is not in the master's journal is a lineage of its own."""
-    try:
-        known = read_attempts(run_dir)
-    except ValueError:
-        known = []
-    others = sorted(set(attempts) - {attempt.number for attempt in known})
-    found = [Lineage(stretches=[Stretch(attempt=number, first=1, last=None)]) for number in others]
-    return sorted([*found, *lineages_of(known)], key=lambda lineage: lineage.newest)
-
-
-def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    """The train steps in the lineage, by step."""
-    steps = [record for record in records if not is_evaluation(record) and lineage.has(_attempt(record), _step(record))]
-    return sorted(steps, key=_step)
-
-
-def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    """Of each step in the lineage, the newest values of its evaluations. A step may have several: of other sets, of the moving
-    average, and one that was unfinished at a checkpoint and is repeated."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for record in records:
-        if is_evaluation(record) and lineage.has_weights(_attempt(record), _step(record)):
-            by_step.setdefault(_step(record), {}).update(record)
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _step(record: Record) -> int:
-    return int(number(record, "step"))
-
-
-def _generating(run_dir: Path) -> list[int]:
-    """The tenths of a second in which any generation server of the run generated."""
-    buckets = set()
-    for journal in (run_dir / "journal").glob("generation_server_*.jsonl"):
-        for record in read_json_lines(journal, lambda _: None):
-            if number(record, "tokens") > 0 and math.isfinite(number(record, "time")):
-                buckets.add(round(number(record, "time") / JOURNAL_BUCKET_S))
-    return sorted(buckets)
-
-
-def read_summary(run_dir: Path) -> Mapping[str, Any]:
-    """The summary of a complete run. Raises OSError or one of DECODE_ERRORS."""
-    return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=dict[str, Any])
-
-
-def _summary_so_far(run_dir: Path) -> Mapping[str, Any]:
-    """The summary of the run's newest attempt; empty while the run is running, or if the file is broken."""
-    try:
-        return read_summary(run_dir)
-    except (OSError, *DECODE_ERRORS):
-        return {}
-
-
-# ------------------------------------------------------------------------------------------------------------------ shaping
 
 Value = Callable[[Run, Record], float]
 
@@ -423,14 +253,13 @@ def _generation_idle(run: Run, record: Record) -> float:
     entry is unknown.
     """
     end, seconds = number(record, "time"), number(record, "time/step_s")
-    if not run.generating or not seconds > 0 or not math.isfinite(end):
+    if run.generating.newest < 0 or not seconds > 0 or not math.isfinite(end):
         return NAN
     first = math.floor((end - seconds) / JOURNAL_BUCKET_S)
     last = max(math.floor(end / JOURNAL_BUCKET_S), first + 1)
-    if run.going_on and last > run.generating[-1]:
+    if run.going_on and last > run.generating.newest:
         return NAN
-    num_busy = bisect_left(run.generating, last) - bisect_left(run.generating, first)
-    return 100 * (1 - num_busy / (last - first))
+    return 100 * (1 - run.generating.count(first, last) / (last - first))
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 
 from asyncrl.algorithms.metrics import EvalName
-from asyncrl.cli.curves import number
+from asyncrl.cli.run_files import number
 from asyncrl.cli.tables import Column, FittedTable
 
 

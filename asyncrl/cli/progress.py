@@ -23,8 +23,8 @@ from rich.text import Text
 
 from asyncrl.algorithms.metrics import EvalName, at_most_k
 from asyncrl.cli.advice import Advice, AdviceNews
-from asyncrl.cli.curves import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.evaluation_table import evaluation_table
+from asyncrl.cli.run_files import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed
 
 from asyncrl.cli import main as cli
-from asyncrl.cli.curves import read_runs
+from asyncrl.cli.run_files import read_runs
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,

@@ -8,8 +8,9 @@ from rich.console import Console
 from asyncrl.cli.advice import LEAST_STEPS, Advice, AdviceNews
 from asyncrl.cli.commands.plot import _notes
 from asyncrl.cli.commands.run import JsonView
-from asyncrl.cli.curves import picture, read_runs
+from asyncrl.cli.curves import picture
 from asyncrl.cli.progress import RunView, step_line
+from asyncrl.cli.run_files import read_runs
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
 HEALTHY = {

@@ -20,8 +20,9 @@ from asyncrl.cli import main as cli
 from asyncrl.cli.commands import run as run_command
 from asyncrl.cli.commands.common import not_running
 from asyncrl.cli.commands.run import JsonView
-from asyncrl.cli.commands.status import _Seen, _view, training_of
+from asyncrl.cli.commands.status import _view
 from asyncrl.cli.doctor import MACHINE_CHECKS
+from asyncrl.cli.live_state import Seen, training_of
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.checks.checklist import Check, Finding
 from asyncrl.launch.experiment import load_experiment
@@ -414,7 +415,7 @@ def test_a_later_attempt_is_shown_with_its_own_start(tmp_path):
     assert [not_running(tmp_path, record).split(" begun ")[1] for record in (first, second)] == [
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)) for began in (1000.0, 87_400.0)
     ]
-    title = _view(tmp_path, second, _Seen(training_of(tmp_path, second), [], None, at=87_410.0)).renderables[1].title
+    title = _view(tmp_path, second, Seen(training_of(tmp_path, second), [], None, at=87_410.0)).renderables[1].title
     assert title.endswith(", attempt 2, up 10 s")
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.cli.curves import as_json, distinct_names, picture, read_records, read_runs, smoothed
+from asyncrl.cli.curves import as_json, picture, smoothed
+from asyncrl.cli.run_files import distinct_names, read_records, read_runs
 
 
 def step(number, **fields):

@@ -9,8 +9,9 @@ from test_curves import AGES, evaluation, step, write_run
 
 from asyncrl.cli import main as cli
 from asyncrl.cli import plotting
-from asyncrl.cli.curves import picture, read_runs
+from asyncrl.cli.curves import picture
 from asyncrl.cli.plotting import write_picture
+from asyncrl.cli.run_files import read_runs
 from asyncrl.config.schema import ConfigError
 
 pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")

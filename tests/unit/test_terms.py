@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.metrics import MAX, METRICS, Metric
 from asyncrl.algorithms.ppo import TERMS, LossTerm, PPOLoss, Term, loss_keys
-from asyncrl.cli.curves import PANELS, picture, read_runs
+from asyncrl.cli.curves import PANELS, picture
+from asyncrl.cli.run_files import read_runs
 from asyncrl.config.schema import PPOConfig
 from asyncrl.runtime.metrics import MetricsWriter
 

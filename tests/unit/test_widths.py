@@ -13,11 +13,13 @@ from rich.console import Console
 from asyncrl.cli.commands.check import _print_findings
 from asyncrl.cli.commands.common import process_table
 from asyncrl.cli.commands.inspect import SequenceRow, TokenRow, _sequence_table, _token_table
-from asyncrl.cli.commands.ls import RunEntry, _table
+from asyncrl.cli.commands.ls import _table
 from asyncrl.cli.commands.plan import _print_layouts
-from asyncrl.cli.commands.status import _Seen, _view
+from asyncrl.cli.commands.status import _view
+from asyncrl.cli.live_state import Seen
 from asyncrl.cli.main import _parser
 from asyncrl.cli.progress import TrainingProgress, print_summary
+from asyncrl.cli.run_files import RunEntry
 from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.launch.rundir import RunRecord
@@ -96,7 +98,7 @@ def status(console, tmp_path):
         queues={"running": 128, "waiting_requests": 16},
     )
     record = RunRecord(pid=1, attempt=1, experiment="e", trial="t", endpoints=[], started=0.0)
-    console.print(_view(tmp_path, record, _Seen(TrainingProgress(60), [one, two], None, 5.0)))
+    console.print(_view(tmp_path, record, Seen(TrainingProgress(60), [one, two], None, 5.0)))
     return (
         "gserver_manager/0 rollout_worker/12 a0001-v00000017 running, restart 3 5.0 s ago generation_server/1 "
         "running=128 waiting_requests=16 server that may serve"

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import FAILED, Commands, add_command, print_json, say, supervises
 from asyncrl.cli.commands.run import checked, launched, refuse_too_large
-from asyncrl.cli.curves import read_summary
 from asyncrl.cli.evaluation_table import evaluation_table, failed_parts
 from asyncrl.cli.progress import RunView
+from asyncrl.cli.run_files import read_summary
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.evaluation import to_evaluate
 from asyncrl.launch.experiment import Draft, draft_experiment, load_experiment

@@ -25,6 +25,7 @@ from yaml import YAMLError
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
+from asyncrl.cli.run_files import RunFiles
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
@@ -36,18 +37,14 @@ from asyncrl.data.trajectories import (
     Trajectory,
     TrajectoryError,
     TrajectoryHeader,
-    find_recording,
     list_recording,
     read_header,
     read_trajectory,
-    recording_dir,
-    step_of,
 )
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")
 _OF_TOKENS = {key for key, spec in KEY_SPECS.items() if spec.layout == "token"}
@@ -415,7 +412,7 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.target.endswith(SUFFIX):
             chosen, total = Path(arguments.target), 1
         else:
-            files = _recorded(run_dir_of(arguments.target, arguments.overrides))[::-1]
+            files = RunFiles(run_dir_of(arguments.target, arguments.overrides)).read().recorded()[::-1]
             total = len(files)
             chosen = _choose(arguments, files)
             limit = arguments.limit or (total if arguments.json else _LISTED)
@@ -473,26 +470,6 @@ def _show_evaluation(run_dir: Path, arguments: argparse.Namespace, console: Cons
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _recorded(folder: Path) -> list[Path]:
-    """The recorded files of a run, oldest first. If the run continued from checkpoints, only those of the attempts and steps that
-    its newest weights come from. If the newest of these attempts recorded nothing, those of the newest attempt that did."""
-    newest = find_recording(folder)
-    try:
-        lineage = lineage_of(read_attempts(folder))
-    except ValueError as error:
-        raise LaunchError(str(error)) from error
-    if lineage is None or newest != recording_dir(folder, lineage.newest):
-        return list_recording(newest)
-    stretches = [(recording_dir(folder, stretch.attempt), stretch) for stretch in lineage.stretches]
-    return [
-        file
-        for place, stretch in stretches
-        for file in list_recording(place)
-        # A file's number is the weight version from which its train step began, so the step's own number is one higher
-        if stretch.has(step_of(file) + 1)
-    ]
 
 
 def _choose(arguments: argparse.Namespace, files: list[Path]) -> Path:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
-import socket
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 from rich.markup import escape
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json, say
-from asyncrl.cli.curves import number, read_records
+from asyncrl.cli.run_files import RunEntry, find_runs, read_entry
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, SUMMARY_FILE, LaunchError, is_running, read_record
-from asyncrl.runtime.metrics import METRICS_FILE
 
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
 _TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
@@ -38,20 +31,6 @@ _EPILOG = """examples:
   asyncrl-launch ls /data/runs --json | jq -r '.runs[] | select(.state == "interrupted") | .run_dir'
 
 exit codes: 0 the runs are listed, even if there are none; 2 FOLDER does not exist."""
-
-
-@dataclass(frozen=True)
-class RunEntry:
-    """A run as described by its files. 0 and None: unknown."""
-
-    run_dir: str
-    name: str  # <experiment>/<trial>
-    state: str
-    step: int = 0
-    total_steps: int = 0
-    reward: float | None = None
-    started: float = 0.0
-    problem: str = ""  # of a damaged run
 
 
 def add_to(commands: Commands) -> None:
@@ -72,47 +51,6 @@ def ls(arguments: argparse.Namespace, console: Console) -> int:
     else:
         say(console, f"{folder}: there are no runs here; name the fileroot of your runs")
     return 0
-
-
-def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Folders of runs: `folder` itself and folders at most `depth` levels below it, if a launcher has written its files there."""
-    if (folder / RUN_FILE).exists() or (folder / LOCK_FILE).exists():
-        yield folder
-    elif depth:
-        try:
-            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
-        except OSError:  # for example another user's folder
-            return
-        for path in below:
-            yield from find_runs(Path(path), depth - 1)
-
-
-def read_entry(run_dir: Path) -> RunEntry:
-    """Read a run's files. A broken run raises nothing: it gets the state `damaged`."""
-    name = f"{run_dir.parent.name}/{run_dir.name}"
-    try:
-        record, is_complete = read_record(run_dir), (run_dir / SUMMARY_FILE).exists()
-        step, reward = newest_step(run_dir / METRICS_FILE)
-        if record is not None and record.host not in ("", socket.gethostname()):
-            state = "complete" if is_complete else f"on {record.host}"
-        elif is_running(run_dir):
-            state = "running"
-        else:
-            state = "complete" if is_complete else "interrupted"
-    except (LaunchError, OSError) as error:
-        return RunEntry(str(run_dir), name, "damaged", problem=str(error))
-    if record is None:
-        return RunEntry(str(run_dir), name, state, step, reward=reward)
-    return RunEntry(str(run_dir), name, state, step, record.total_steps, reward, record.started)
-
-
-def newest_step(metrics: Path) -> tuple[int, float | None]:
-    """The highest step (0: none), and the mean reward of the last _REWARD_STEPS train steps (None: none). Lines that are not
-    records are skipped."""
-    records, _ = read_records(metrics, _TAIL_BYTES)
-    rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
-    step = max((int(number(record, "step")) for record in records), default=0)
-    return step, fmean(rewards[-_REWARD_STEPS:]) if rewards else None
 
 
 def _table(folder: Path, entries: list[RunEntry], now: float) -> FittedTable:

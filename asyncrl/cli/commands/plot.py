@@ -11,8 +11,9 @@ from rich.console import Console
 from asyncrl.cli.advice import Advice
 from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
-from asyncrl.cli.curves import Picture, as_json, picture, read_runs
+from asyncrl.cli.curves import Picture, as_json, picture
 from asyncrl.cli.plotting import write_picture
+from asyncrl.cli.run_files import read_runs
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.runtime.metrics import METRICS_FILE
 

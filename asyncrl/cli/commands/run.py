@@ -37,9 +37,9 @@ from asyncrl.cli.commands.common import (
     sizes_text,
     supervises,
 )
-from asyncrl.cli.curves import is_evaluation, read_summary
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.progress import LongWaits, Notes, RunView, print_summary
+from asyncrl.cli.run_files import is_evaluation, read_summary
 from asyncrl.config.resolve import Facts, resolve, total_steps
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES

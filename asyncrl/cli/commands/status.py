@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -23,21 +21,16 @@ from asyncrl.cli.commands.common import (
     say,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
-from asyncrl.cli.curves import read_records
-from asyncrl.cli.progress import TrainingProgress
+from asyncrl.cli.live_state import Seen, read_seen
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.launch.rundir import RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.standstill import wait_texts
-from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.desired_servers import desired_servers
-from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
-_METRICS_BYTES = 1 << 18  # bytes read from the end of metrics.jsonl: some 100 steps
 _STACKS_LIMIT_S = 3.0  # a process answers in milliseconds unless it is inside a long call
 
 _DESCRIPTION = """Show step, reward and remaining time of a running run, then for every worker: state, age of its last heartbeat,
@@ -85,7 +78,7 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.watch:
             _watch(run_dir, record, resolver, console, arguments.clock, as_json=arguments.json)
         else:
-            seen = _read(run_dir, record, resolver, arguments.clock.time())
+            seen = read_seen(run_dir, record, resolver, arguments.clock.time())
             _show(run_dir, record, seen, console, as_json=arguments.json)
     return 0
 
@@ -106,17 +99,7 @@ def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json:
         say(console, *(f"{text}\n" for text in (stacks.threads, stacks.tasks) if text))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The state of a run as read from name resolve and metrics.jsonl."""
-
-    training: TrainingProgress
-    statuses: list[WorkerStatus]
-    desired: int | None  # desired number of generation servers; None: `scale` was not used
-    at: float  # time of reading, unix seconds
-
-
-def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as_json: bool) -> None:
+def _show(run_dir: Path, record: RunRecord, seen: Seen, console: Console, *, as_json: bool) -> None:
     if as_json:
         training = seen.training
         progress = {
@@ -139,7 +122,7 @@ def _watch(
         while goes_on(run_dir, record):
             try:
                 record = read_record(run_dir) or record  # another attempt may have begun
-                seen = _read(run_dir, record, resolver, clock.time())
+                seen = read_seen(run_dir, record, resolver, clock.time())
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
@@ -152,7 +135,7 @@ def _watch(
     say(console, f"{run_dir}: the run has ended")
 
 
-def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
+def _view(run_dir: Path, record: RunRecord, seen: Seen) -> Group:
     """A line about training, then the table of workers."""
     title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.attempt_began:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
@@ -180,20 +163,3 @@ def _status_row(status: WorkerStatus, now: float) -> tuple[str, ...]:
         "\n".join(wait_texts(status.waits)),
         queues,
     )
-
-
-def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) -> _Seen:
-    names = Names(record.experiment, record.trial)
-    values = resolver.get_subtree(names.statuses())
-    statuses = [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
-    return _Seen(training_of(run_dir, record), statuses, desired_servers(resolver, names), now)
-
-
-def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:
-    """The progress of the run's newest attempt (`record.attempt`), from the newest steps of that attempt. An earlier attempt may
-    have reached a higher step."""
-    training = TrainingProgress(record.total_steps)
-    for metrics in read_records(run_dir / METRICS_FILE, _METRICS_BYTES)[0]:
-        if metrics.get("attempt") == record.attempt:
-            training.add(metrics, 0.0)
-    return training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.cli.commands.ls import RunEntry, find_runs, read_entry
+from asyncrl.cli.run_files import RunEntry, find_runs, read_entry
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
