@@ -34,8 +34,7 @@ from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, start_thread
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import Env
-from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.rollout.openai_request import IGNORABLE
+from asyncrl.rollout.openai_api import IGNORABLE, ChatEndpoint
 from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained
 from asyncrl.rollout.openai_turns import Turn, episodes_of
 from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls

@@ -1,24 +1,28 @@
-"""ChatEndpoint: the OpenAI API of a rollout worker, so that any agent written for an OpenAI client can be trained.
+"""ChatEndpoint: the APIs of a rollout worker, so that any agent written for a client of OpenAI or Anthropic can be trained.
 
-    POST /v1/chat/completions   streaming too; GET /v1/models
+    POST /v1/chat/completions   OpenAI's chat completions; GET /v1/models
+    POST /v1/responses          OpenAI's responses
+    POST /v1/messages           Anthropic's messages
 
-The API key (Authorization: Bearer <session id>) or the URL (/session/<session id>/v1/...) selects the session. The id cannot be
-guessed and is valid for one group member's rollout; openai_session.py stores the tokens sampled under it. The endpoint runs in the
-rollout worker because ticket, route, partial rollouts and the trajectory are there, so no tokens or logprobs have to be sent back.
+The API key (Authorization: Bearer <session id>, or x-api-key) or the URL (/session/<session id>/v1/...) selects the session. The id
+cannot be guessed and is valid for one group member's rollout; openai_session.py stores the tokens sampled under it. The endpoint
+runs in the rollout worker because ticket, route, partial rollouts and the trajectory are there, so no tokens or logprobs have to be
+sent back.
 
-Errors have the format of the OpenAI API and tell its client not to retry, because retries happen behind this endpoint. When a
-client disconnects, its request is cancelled.
+Errors have the format of the client's API and tell it not to retry, because retries happen behind this endpoint. When a client
+disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import logging
 import secrets
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,11 +30,16 @@ from aiohttp import web
 
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rewards.trajectory import Response
-from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat_request
-from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
+from asyncrl.rollout import openai_request
+from asyncrl.rollout.dialects.anthropic_messages import AnthropicMessages
+from asyncrl.rollout.dialects.dialect import MODEL, Dialect, Events, Piece, Reply, event
+from asyncrl.rollout.dialects.openai_chat import OpenAIChat
+from asyncrl.rollout.dialects.openai_responses import OpenAIResponses
+from asyncrl.rollout.openai_request import RequestError, chat_request, fields_of
+from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error
 from asyncrl.rollout.tool_calls import held_back
 from asyncrl.runtime import security
-from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.background import gather_or_cancel
 from asyncrl.runtime.http_server import no_stranger, serve
 from asyncrl.runtime.services import Services
 
@@ -38,13 +47,15 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 MAX_BODY_BYTES = 8 << 20
-MODEL = "policy"  # the model that /v1/models lists; requests may use any name
 _NO_RETRY = {"x-should-retry": "false"}  # without it openai's client retries after 409, 429 and 5xx
-_CHAT = "/v1/chat/completions"
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
+IGNORABLE = openai_request.IGNORABLE.union(
+    *(dialect.ignorable for dialect in DIALECTS)
+)  # what agent_args.ignore may list
 
 
 class ChatEndpoint:
-    """The HTTP server of the OpenAI API, and its open sessions."""
+    """The HTTP server of these APIs, and its open sessions."""
 
     def __init__(self, services: Services) -> None:
         self._board, self._logger, self._clock = services.board, services.logger, services.clock
@@ -62,7 +73,8 @@ class ChatEndpoint:
             await asyncio.to_thread(importlib.import_module, "openai.resources.chat.completions")
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors_to_replies])
         for prefix in ("", "/session/{session}"):
-            app.router.add_post(prefix + _CHAT, self._chat)
+            for dialect in DIALECTS:
+                app.router.add_post(prefix + dialect.path, functools.partial(self._answer, dialect))
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_get(prefix + "/v1/models/{model:.+}", self._model)
         # handler_cancellation: when a client disconnects, its handler is cancelled, and with it the generation.
@@ -111,27 +123,31 @@ class ChatEndpoint:
 
     # ------------------------------------------------------------------------------------------------------------- handlers
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        session = self._session_of(http)
+    async def _answer(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
-            request = await self._parsed(http, session)
-            if request.stream:
-                return await _Stream(http, session, request, self._refusal_of, self._clock).serve()
-            head = _head(request, "chat.completion", self._clock)
-            answer = await session.answer(request, completion_id=head["id"])
-            return _json(_completion(head, request, session, answer))
-        except (RequestError, ConnectionError):
-            raise
-        except Exception as error:
-            raise self._refusal_of(error, session) from None
+            session = self._session_of(http)
+            try:
+                reply = await self._parsed(dialect, http, session)
+                if reply.request.stream:
+                    return await _Stream(dialect, http, session, reply, self._refusal_of).serve()
+                return _json(dialect.body(reply, await _answers(session, reply)))
+            except (RequestError, ConnectionError):
+                raise
+            except Exception as error:
+                raise self._refusal_of(error, session) from None
+        except RequestError as error:
+            return _json(dialect.error(error), status=error.status, headers=_NO_RETRY)
 
-    async def _parsed(self, http: web.Request, session: Session) -> ChatRequest:
+    async def _parsed(self, dialect: Dialect, http: web.Request, session: Session) -> Reply:
         try:
-            return parse_chat_request(await http.read(), session.rules)
+            fields = fields_of(await http.read(), session.rules)
+            request = chat_request(dialect.chat_fields(fields, session.conversation), session.rules)
         except RequestError as error:
             raise session.refused(error) from None
         except web.HTTPRequestEntityTooLarge:
             raise session.refused(RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)) from None
+        answer_id = dialect.id_prefix + uuid.uuid4().hex
+        return Reply(answer_id, int(self._clock.time()), request, fields, session.rules.sampling, session.decode_token)
 
     def _refusal_of(self, error: Exception, session: Session) -> RequestError:
         """Return the reply for an error. An error of asyncrl, or of a user's parse_tool_calls, ends the rollout, because the agent
@@ -161,7 +177,9 @@ class ChatEndpoint:
         session_id = http.match_info.get("session", "")
         if not session_id:
             scheme, _, session_id = http.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not session_id:
+            if scheme.lower() != "bearer":
+                session_id = http.headers.get("x-api-key", "")
+            if not session_id:
                 raise RequestError(
                     "no session given; put its id in the URL or use it as API key", status=401, code="invalid_api_key"
                 )
@@ -179,34 +197,77 @@ class ChatEndpoint:
         except RequestError as error:
             refusal = error
         except web.HTTPException as error:  # unknown path or wrong method
-            refusal = RequestError(f"{error.status} {error.reason}; use {_CHAT}", status=error.status)
+            paths = ", ".join(dialect.path for dialect in DIALECTS)
+            refusal = RequestError(f"{error.status} {error.reason}; use {paths}", status=error.status)
         return _json(refusal.body, status=refusal.status, headers=_NO_RETRY)
 
 
+async def _answers(session: Session, reply: Reply) -> list[Answer]:
+    answer_ids = map(reply.answer_id, range(reply.request.num_answers))
+    return await gather_or_cancel([session.answer(reply.request, completion_id=answer_id) for answer_id in answer_ids])
+
+
 class _Stream:
-    """One answer as server-sent events: new text after each piece; tool calls and the rest at the end."""
+    """The answers to a request as server-sent events: new text after each piece; tool calls and the rest at the end."""
 
     def __init__(
         self,
+        dialect: Dialect,
         http: web.Request,
         session: Session,
-        request: ChatRequest,
+        reply: Reply,
         refusal_of: Callable[[Exception, Session], RequestError],
-        clock: Clock,
     ) -> None:
-        self._http, self._session, self._request = http, session, request
+        self._dialect, self._http, self._session, self._reply = dialect, http, session, reply
         self._refusal_of = refusal_of
+        self._events = dialect.events(reply)
+        self._out: web.StreamResponse | None = None
+
+    async def serve(self) -> web.StreamResponse:
+        choices = [
+            _Choice(self._session, self._reply, index, self._events, self._send)
+            for index in range(self._reply.request.num_answers)
+        ]
+        try:
+            answers = await gather_or_cancel([choice.serve() for choice in choices])
+            await self._send(self._events.end(answers))
+        except Exception as error:
+            if self._out is None or isinstance(error, ConnectionError):
+                raise
+            body = self._dialect.error(self._refusal_of(error, self._session))
+            await self._send(event(body, str(body.get("type", ""))))
+        assert self._out is not None
+        await self._out.write_eof()
+        return self._out
+
+    async def _send(self, events: bytes) -> None:
+        """The reply starts with the first event, so that an earlier error can still set the HTTP status."""
+        if self._out is None:
+            self._out = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            )
+            await self._out.prepare(self._http)
+        await self._out.write(events)
+
+
+class _Choice:
+    """One streamed answer."""
+
+    def __init__(
+        self, session: Session, reply: Reply, index: int, events: Events, send: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        self._session, self._reply, self._index = session, reply, index
+        self._events, self._send = events, send
+        request = reply.request
         self._markers = request.stops + ((session.tool_call_tag,) if request.parse_tools else ())
         self._sent_text = self._sent_tokens = 0
-        self._head = _head(request, "chat.completion.chunk", clock)
-        self._reply: web.StreamResponse | None = None
         self._so_far: Response | None = None
         self._news = asyncio.Event()
 
-    async def serve(self) -> web.StreamResponse:
+    async def serve(self) -> Answer:
         """Waits for pieces and for the client to read. Pieces that arrive while the client reads are sent together."""
         answering = asyncio.ensure_future(
-            self._session.answer(self._request, self._on_piece, completion_id=self._head["id"])
+            self._session.answer(self._reply.request, self._on_piece, completion_id=self._reply.answer_id(self._index))
         )
         answering.add_done_callback(lambda _: self._news.set())
         try:
@@ -215,19 +276,15 @@ class _Stream:
                 self._news.clear()
                 if self._so_far is not None and not answering.done():
                     await self._send_piece(self._so_far)
-            await self._send_end(await answering)
-        except Exception as error:
-            if self._reply is None or isinstance(error, ConnectionError):
-                raise
-            await self._send(self._refusal_of(error, self._session).body)
+            answer = await answering
+            await self._send_text(answer.said.content, answer.response, len(answer.response.output_ids))
+            await self._send(self._events.answered(self._index, answer))
+            return answer
         finally:
             answering.cancel()
             await asyncio.wait({answering})
             if not answering.cancelled():
-                answering.exception()  # mark it as retrieved; a relevant error has been sent already
-        reply = await self._opened()
-        await reply.write_eof()
-        return reply
+                answering.exception()  # mark it as retrieved; a relevant error has been raised already
 
     def _on_piece(self, response: Response) -> None:
         self._so_far = response
@@ -241,42 +298,13 @@ class _Stream:
 
     async def _send_text(self, text: str, response: Response, num_tokens: int) -> None:
         new, start = text[self._sent_text :], self._sent_tokens
-        logprobs = None
-        if self._request.logprobs and num_tokens > start:
-            logprobs = _logprobs(self._session, response, start, num_tokens)
-        if new or logprobs:
-            await self._send_delta({"content": new}, logprobs=logprobs)
+        piece = Piece(new)
+        if self._reply.request.logprobs and num_tokens > start:
+            piece = Piece(new, response.output_ids[start:num_tokens], response.logprobs[start:num_tokens])
+        if new or piece.token_ids:
+            await self._send(self._events.piece(self._index, piece))
             self._sent_text += len(new)
             self._sent_tokens = num_tokens
-
-    async def _send_end(self, answer: Answer) -> None:
-        await self._send_text(answer.said.content, answer.response, len(answer.response.output_ids))
-        for index, call in enumerate(message_of(answer.said).get("tool_calls", ())):
-            await self._send_delta({"tool_calls": [{"index": index, **call}]})
-        await self._send_delta({}, finish_reason=answer.finish_reason)
-        if self._request.include_usage:
-            await self._send({**self._head, "choices": [], "usage": _usage(answer)})
-        await (await self._opened()).write(b"data: [DONE]\n\n")
-
-    async def _send_delta(
-        self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-    ) -> None:
-        if self._reply is None:
-            delta = {"role": "assistant", "content": "", **delta}
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        await self._send({**self._head, "choices": [choice]})
-
-    async def _send(self, event: dict[str, Any]) -> None:
-        await (await self._opened()).write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-
-    async def _opened(self) -> web.StreamResponse:
-        """The reply. It starts with the first event, so that an earlier error can still set the HTTP status."""
-        if self._reply is None:
-            self._reply = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            )
-            await self._reply.prepare(self._http)
-        return self._reply
 
 
 def _shared_client(base_url: str) -> AsyncOpenAI:
@@ -289,51 +317,6 @@ def _shared_client(base_url: str) -> AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url=base_url, api_key="a session's id", max_retries=0, timeout=None, http_client=http_client
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------- bodies
-
-
-def _completion(head: dict[str, Any], request: ChatRequest, session: Session, answer: Answer) -> dict[str, Any]:
-    response = answer.response
-    return {
-        **head,
-        "choices": [
-            {
-                "index": 0,
-                "message": {**message_of(answer.said), "refusal": None},
-                "logprobs": _logprobs(session, response, 0, len(response.output_ids)) if request.logprobs else None,
-                "finish_reason": answer.finish_reason,
-            }
-        ],
-        "usage": _usage(answer),
-    }
-
-
-def _head(request: ChatRequest, kind: str, clock: Clock) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(clock.time()),
-        "model": request.model or MODEL,
-    }
-
-
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = answer.num_prompt_tokens, len(answer.response.output_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _logprobs(session: Session, response: Response, start: int, end: int) -> dict[str, Any]:
-    """Logprobs of every sampled token, including the token that ended the answer and those of a stop string."""
-    tokens = [session.decode_token(token) for token in response.output_ids[start:end]]
-    return {
-        "content": [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, response.logprobs[start:end], strict=True)
-        ],
-        "refusal": None,
-    }
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 _WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
+_MAX_ANSWERS = 128  # of one request, as in OpenAI's API
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
@@ -59,6 +60,7 @@ class ChatRequest:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     template_arguments: dict[str, Any]
+    num_answers: int
     max_new_tokens: int
     stops: tuple[str, ...]
     parse_tools: bool
@@ -104,15 +106,19 @@ _NEEDED = frozenset({"messages", "model", "stream", "stream_options"})
 IGNORABLE = frozenset(_Body.__struct_fields__) - _NEEDED
 
 
-def parse_chat_request(body: bytes, rules: RequestRules) -> ChatRequest:
-    """Parse and check a request. Raises RequestError that names the field."""
+def fields_of(body: bytes, rules: RequestRules) -> dict[str, Any]:
+    """The fields of a request, without nulls and those that are ignored. Raises RequestError."""
     try:
         fields = msgspec.json.decode(body)
     except (*DECODE_ERRORS, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
-    fields = {name: value for name, value in fields.items() if value is not None and name not in rules.ignore}
+    return {name: value for name, value in fields.items() if value is not None and name not in rules.ignore}
+
+
+def chat_request(fields: dict[str, Any], rules: RequestRules) -> ChatRequest:
+    """Check the fields of a chat completion. Raises RequestError that names the field."""
     for name in fields:
         if name not in _Body.__struct_fields__ and name not in _WITHOUT_EFFECT:
             raise _refused(name, fields[name], "this field is not supported")
@@ -128,6 +134,7 @@ def parse_chat_request(body: bytes, rules: RequestRules) -> ChatRequest:
         messages=_messages(asked.messages),
         tools=_tools(asked.tools),
         template_arguments=asked.chat_template_kwargs,
+        num_answers=asked.n,
         max_new_tokens=_max_new_tokens(asked, rules.sampling),
         stops=_stops(asked.stop),
         parse_tools=bool(asked.tools) and asked.tool_choice != "none",
@@ -159,7 +166,7 @@ def _check_sampling(asked: _Body, sampling: SamplingConfig) -> None:
 
 def _check_unsupported(asked: _Body) -> None:
     refused: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
-        ("n", asked.n, lambda n: n != 1, "one answer per request is recorded; send several requests"),
+        ("n", asked.n, lambda n: not 1 <= n <= _MAX_ANSWERS, f"a request gets 1 to {_MAX_ANSWERS} answers"),
         ("seed", asked.seed, lambda seed: seed is not None, "the engines have no seed per request"),
         ("top_logprobs", asked.top_logprobs, bool, "only the logprobs of sampled tokens are known"),
         ("presence_penalty", asked.presence_penalty, bool, "it would make the recorded logprobs wrong"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.data.chat import ChatTemplate, TemplateRefused, message_for_template
+from asyncrl.data.chat import ChatTemplate, Message, TemplateRefused, message_for_template
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
@@ -56,6 +56,7 @@ class Answer:
     finish_reason: FinishReason
     response: Response
     num_prompt_tokens: int
+    stop: str | None = None  # the stop string that ended it
 
 
 class Session:
@@ -220,11 +221,20 @@ class Session:
         response = turn.response
         assert response is not None
         turn.text = self.decode(spoken_ids(response, turn.stop_token))
-        shown = turn.text[: first_of(turn.text, request.stops)]
+        end = first_of(turn.text, request.stops)
+        shown = turn.text[:end]
+        stop = next((stop for stop in request.stops if turn.text.startswith(stop, end)), None)
         said = self._parse(shown) if request.parse_tools and response.finished else Said(shown)
         turn.answer = message_for_template(message_of(said))
         finish: FinishReason = "tool_calls" if said.tool_calls else "stop" if response.finished else "length"
-        return Answer(said, finish, response, len(response.input_ids))
+        return Answer(said, finish, response, len(response.input_ids), stop)
+
+    def conversation(self, answer_id: str) -> list[Message]:
+        """The messages up to an answer, this one included. Raises RequestError."""
+        for turn in all_turns(self._roots):
+            if turn.completion_id == answer_id and turn.answer is not None:
+                return [message for part in turn.path() for message in (*part.messages, part.answer or {})]
+        raise RequestError(f"this session has no answer {answer_id!r}", status=404, param="previous_response_id")
 
     def _refusal(self, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
         return self.refused(RequestError(message, param=param, code=code))

@@ -48,7 +48,8 @@ from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.protocol.scaling import ScaleRequest
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
-from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
+from asyncrl.rollout.openai_api import DIALECTS
+from asyncrl.rollout.openai_request import RequestError, RequestRules, chat_request, fields_of
 from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelRefused, Endpoint
@@ -501,7 +502,33 @@ def _chat() -> Target:
         b'"tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}]},'
         b'{"role":"tool","tool_call_id":"c","content":"1"}],"tools":[{"type":"function","function":{"name":"f"}}]}',
     ]
-    return Target("chat completion", corpus, lambda body: parse_chat_request(body, rules), (RequestError,))
+    corpus += [
+        b'{"model":"m","max_tokens":5,"system":[{"type":"text","text":"s"}],"stop_sequences":["a"],"tool_choice":{"type":"auto"},'
+        b'"tools":[{"name":"f","input_schema":{}}],"messages":[{"role":"user","content":"x"},{"role":"assistant","content":['
+        b'{"type":"text","text":"y"},{"type":"tool_use","id":"c","name":"f","input":{"a":1}}]},{"role":"user","content":['
+        b'{"type":"tool_result","tool_use_id":"c","content":[{"type":"text","text":"1"}]}]}]}',
+        b'{"input":[{"role":"user","content":[{"type":"input_text","text":"x"}]},{"type":"function_call","call_id":"c","name":"f",'
+        b'"arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"1"}],"instructions":"s","max_output_tokens":5,'
+        b'"tools":[{"type":"function","name":"f"}],"previous_response_id":"r","text":{"format":{"type":"text"}},"include":[]}',
+    ]
+    earlier = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+
+    def run(body: bytes) -> None:
+        refused = 0
+        for dialect in DIALECTS:
+            try:
+                chat_request(dialect.chat_fields(fields_of(body, rules), lambda _: earlier), rules)
+            except RequestError as error:
+                msgspec.json.encode(dialect.error(error))
+                refused += 1
+        if refused == len(DIALECTS):
+            raise RequestError("every API refuses it")
+
+    return Target("requests of agents", corpus, run, (RequestError,))
 
 
 # -------------------------------------------------------------------------------------------------------------- name resolve

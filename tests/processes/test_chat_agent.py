@@ -402,7 +402,7 @@ async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
     ("arguments", "told"),
     [
         ({"trained": "first"}, "it must be last, longest or all"),
-        ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are chat_template_kwargs, frequency_penalty"),
+        ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are background, chat_template_kwargs"),
         ({"max_requests": 0}, "must be at least 1"),
         ({"max_session_tokens": -1}, "max_session_tokens=-1 not negative"),
     ],

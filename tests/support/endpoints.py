@@ -2,7 +2,7 @@
 tests/end_to_end/test_strangers_here.py checks that each endpoint refuses another user and another run.
 
 Access control: Unix sockets by the folder's mode; HTTP over TCP by the run's token, behind TLS with the run's certificate; streams
-by CURVE keys; etcd by client certificates; SGLang by its server's API key; the OpenAI API by session ids.
+by CURVE keys; etcd by client certificates; SGLang by its server's API key; the APIs of agents by session ids.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ HTTP: dict[str, dict[str, str]] = {
     "replayer": {"POST /report": "master"},
     "rollout_worker": {
         "POST /v1/chat/completions": "agents, by a session's id",
+        "POST /v1/responses": "agents, by a session's id",
+        "POST /v1/messages": "agents, by a session's id",
         "GET /v1/models": "agents, by a session's id",
         "GET /v1/models/{model:.+}": "agents, by a session's id",
     },

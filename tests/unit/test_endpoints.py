@@ -9,12 +9,13 @@ from pathlib import Path
 import asyncrl
 from asyncrl.protocol.calls import CallBody
 from asyncrl.protocol.names import Names
+from asyncrl.rollout.openai_api import DIALECTS
 from tests.support.endpoints import HTTP, NAMES, STREAMS
 
 SOURCE = {path: path.read_text() for path in Path(asyncrl.__file__).parent.rglob("*.py") if "testing" not in path.parts}
 _ADDED = re.compile(r"""(?:web\.|add_)(get|post)\((?:prefix \+ )?(["'][^"']+["']|\w+),""")
 _DISPATCHED = re.compile(r'^\s+"(/\w+)": \("(GET|POST)",', re.MULTILINE)
-_CONSTANT = re.compile(r'^(PATH|_CHAT) = "([^"]+)"', re.MULTILINE)
+_CONSTANT = re.compile(r'^(PATH) = "([^"]+)"', re.MULTILINE)
 
 
 def test_every_http_route_is_in_the_table() -> None:
@@ -23,6 +24,7 @@ def test_every_http_route_is_in_the_table() -> None:
         constants = dict(_CONSTANT.findall(text))
         found |= {f"{method.upper()} {constants.get(path) or path[1:-1]}" for method, path in _ADDED.findall(text)}
         found |= {f"{method} {path}" for path, method in _DISPATCHED.findall(text)}
+    found |= {f"POST {dialect.path}" for dialect in DIALECTS}
     assert found == {route for routes in HTTP.values() for route in routes}
 
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.rollout.openai_request import IGNORABLE, ChatRequest, RequestError, RequestRules, parse_chat_request
+from asyncrl.rollout.openai_request import IGNORABLE, ChatRequest, RequestError, RequestRules, chat_request, fields_of
 
 RULES = RequestRules(SamplingConfig(max_new_tokens=64, temperature=0.7, top_p=0.9))
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def parse(rules: RequestRules = RULES, **fields: Any) -> ChatRequest:
-    return parse_chat_request(msgspec.json.encode({"messages": MESSAGES, **fields}), rules)
+    return chat_request(fields_of(msgspec.json.encode({"messages": MESSAGES, **fields}), rules), rules)
 
 
 def test_defaults_of_omitted_fields() -> None:
@@ -65,7 +65,7 @@ def test_honoured_fields() -> None:
         ({"top_k": 5}, "top_k", "rollout.sampling.top_k=-1"),
         ({"max_tokens": 65}, "max_tokens", "it exceeds rollout.sampling.max_new_tokens=64"),
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
-        ({"n": 2}, "n", "one answer per request is recorded"),
+        ({"n": 0}, "n", "a request gets 1 to 128 answers"),
         ({"seed": 1}, "seed", "no seed"),
         ({"top_logprobs": 2}, "top_logprobs", "only the logprobs of sampled tokens"),
         ({"presence_penalty": 0.1}, "presence_penalty", "recorded logprobs wrong"),
@@ -114,4 +114,4 @@ def test_a_greedy_evaluation_accepts_the_training_temperature_and_zero() -> None
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        parse_chat_request(body, RULES)
+        chat_request(fields_of(body, RULES), RULES)

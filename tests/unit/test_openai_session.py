@@ -13,7 +13,7 @@ from asyncrl.data.chat import ChatTemplate
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
-from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
+from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, chat_request, fields_of
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of
 from asyncrl.rollout.openai_turns import episodes_of
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
@@ -33,7 +33,7 @@ def user(content: str) -> dict[str, Any]:
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
     body = msgspec.json.encode({"model": "m", "messages": messages, **fields})
-    return parse_chat_request(body, RequestRules(SAMPLING))
+    return chat_request(fields_of(body, RequestRules(SAMPLING)), RequestRules(SAMPLING))
 
 
 class Player:
