@@ -6,7 +6,7 @@ names, and the layers keep their class and their place in transformers' plans. p
 own, which renames every tensor of the base, and takes 1.2 s of CPU time to import.
 
 A and B are float32. They are cast to the dtype of the layer's input when they compute: in bfloat16 the base and the adapter compute
-as the base alone does.
+as the base alone does. The output layer of a value model is trained in full, in float32: it begins with zeros in most checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn import functional
 from asyncrl.architectures.checkpoint_names import Place
 from asyncrl.architectures.states import modules_with_state
 from asyncrl.config.schema import ConfigError, LoraConfig
-from asyncrl.weights.adapter import ALL_LINEAR, check_about, check_files, name_of, targets_of
+from asyncrl.weights.adapter import ALL_LINEAR, HEAD, PREFIX, check_about, check_files, name_of, targets_of
 from asyncrl.weights.form import WeightsError
 
 A, B = "lora_A", "lora_B"
@@ -45,6 +45,9 @@ class Adapters:
     shapes: dict[
         str, torch.Size
     ]  # of all matrices, by the names of the model's parameters; also of other ranks' stages
+    heads: list[str] = field(
+        default_factory=list
+    )  # parameters of a value model's output layer, which is trained in full
     enabled: bool = True  # off: the model computes as its base does, bit for bit
     # Of a layer whose inputs are split over tensor ranks: adds up the ranks' parts of A x
     sums: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)
@@ -64,8 +67,9 @@ class Adapters:
 
     @property
     def names(self) -> dict[str, str]:
-        """peft's name of each matrix, by its name among the model's parameters."""
-        return {name: name_of(name[: -len(A) - 1], name[-1]) for name in self.shapes}
+        """peft's name of each trained parameter, by its name among the model's parameters."""
+        matrices = {name: name_of(name[: -len(A) - 1], name[-1]) for name in self.shapes}
+        return matrices | {name: f"{PREFIX}{name}" for name in self.heads}
 
     @property
     def places(self) -> dict[str, Place]:
@@ -114,7 +118,7 @@ class Adapters:
 
 def add_adapters(model: Any, lora: LoraConfig, path: str | Path) -> Adapters:
     """Give the target layers of a model adapters without values, float32, on the device of their weights. Freezes all other
-    parameters. Raises ConfigError if the model cannot have them."""
+    parameters but those of a value model's output layer. Raises ConfigError if the model cannot have them."""
     what = f"model_path={str(path)!r} with train.lora"
     if getattr(model.config, "quantization_config", None):
         raise ConfigError(f"{what}: the base is quantised, which is not supported; use its original weights")
@@ -122,7 +126,7 @@ def add_adapters(model: Any, lora: LoraConfig, path: str | Path) -> Adapters:
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output_layer and name != "score"
+        if isinstance(module, nn.Linear) and module is not output_layer and name != HEAD
     }
     fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     experts = [name for name in fused if "expert" in name]
@@ -141,6 +145,9 @@ def add_adapters(model: Any, lora: LoraConfig, path: str | Path) -> Adapters:
         )
     model.requires_grad_(False)
     adapters = Adapters(lora, str(path), {})
+    if isinstance(head := getattr(model, HEAD, None), nn.Linear):
+        head.float().requires_grad_(True)
+        adapters.heads = [f"{HEAD}.{name}" for name, _ in head.named_parameters()]
     for name in targets:
         layer = linear[name]
         for attribute, shape in ((A, (lora.rank, layer.in_features)), (B, (layer.out_features, lora.rank))):

@@ -381,7 +381,8 @@ class PtxConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters beside the actor's linear layers. Only they are trained; the base model stays as it is in model_path."""
+    """Low-rank adapters beside the linear layers of actor and critic. Only they and the critic's output layer are trained; the base
+    models stay as they are in model_path and train.critic.path."""
 
     rank: int = limited(16, at_least=1, at_most=4_096)  # of each adapter: numbers between its two matrices
     alpha: float = limited(32.0, above=0)  # the adapters' outputs are multiplied by alpha / rank
@@ -389,7 +390,7 @@ class LoraConfig:
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     # Of the adapters' inputs
     dropout: float = limited(0.0, at_least=0, at_most=0, remedy="must be 0: logprobs must be deterministic")
-    start: str = ""  # folder of an adapter in peft's format with which training begins; "": A random, B zero
+    start: str = ""  # folder of an adapter in peft's format with which the actor begins; "": A random, B zero
     seed: int = limited(1, at_least=0)  # of the initial values of A
     merge: bool = False  # beside a saved adapter write the model with the adapter merged into its weights, for the user
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import (
+    CRITIC,
     EMA,
     REF,
     CriticConfig,
@@ -57,14 +58,20 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
 
 
 def with_adapters(models: Sequence[ModelConfig], lora: LoraConfig) -> list[ModelConfig]:
-    """Give the actor, which is the first model, adapters. A reference on its workers that begins with its weights is its base, with
-    the adapters off."""
+    """Give the actor, which is the first model, and the critic adapters. A reference on the actor's workers that begins with its
+    weights is its base, with the adapters off."""
     actor = replace(models[0], lora=lora)
+    of_critic = replace(lora, start="")  # train.lora.start is an adapter of the actor
 
     def is_base(model: ModelConfig) -> bool:
         return model.name == REF and (model.path, model.grid, model.workers) == (actor.path, actor.grid, actor.workers)
 
-    return [actor, *(replace(model, base_of=actor.name) if is_base(model) else model for model in models[1:])]
+    def with_its_own(model: ModelConfig) -> ModelConfig:
+        if ModelPlacement.of(model).role == CRITIC:
+            return replace(model, lora=of_critic)
+        return replace(model, base_of=actor.name) if is_base(model) else model
+
+    return [actor, *map(with_its_own, models[1:])]
 
 
 def _kind(settings: ModelSettings | None) -> str:

@@ -679,11 +679,12 @@ class TrainEngine:
         return {name: getattr(module, attribute) for name, (module, attribute) in self._slots.items()}
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Those of them that training changes and a checkpoint holds: all, or those of the adapters."""
+        """Those of them that training changes and a checkpoint holds: all, or those of the adapters and of a value model's output
+        layer."""
         parameters = self.named_parameters()
         if self.adapters is None:
             return parameters
-        return {name: parameters[name] for name in self.adapters.shapes if name in parameters}
+        return {name: parameters[name] for name in self.adapters.names if name in parameters}
 
     # -------------------------------------------------------------------------------------------------------------- memory
 

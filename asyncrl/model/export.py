@@ -161,14 +161,19 @@ def commit_adapter(path: Path, files: Sequence[WrittenFile], *, sides: Mapping[s
 
 
 @torch.no_grad()
-def merged_tensors(adapters: Adapters, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(adapters: Adapters, folder: Path, dtype: torch.dtype, backbone: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the base's checkpoint, one after another, with an adapter's folder merged into them: W + alpha / rank * B A,
-    in float32, then cast. Raises ConfigError if the checkpoint has other names than the model."""
+    in float32, then cast. A value model has the folder's output layer in place of the base's. backbone: the name of the model
+    without its output layer. Raises ConfigError if the checkpoint has other names than the model."""
     matrices = load_file(folder / TENSORS)
     files = sharding.stored_tensors(adapters.base)
     layers = {f"{layer}.weight": layer for layer in adapters.layers}
     check_mergeable(adapters)
+    for name in adapters.heads:
+        yield name, matrices[adapters.names[name]].to(dtype)
     for name, file in files.items():
+        if adapters.heads and not name.startswith(f"{backbone}."):
+            continue  # the output layer of the base
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         if name in layers:
@@ -189,7 +194,7 @@ def check_mergeable(adapters: Adapters) -> None:
 
 def checkpoint_tensors(model: TrainEngine) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
-    Of a model with adapters those of its adapters only, under peft's names.
+    Of a model with adapters the trained ones only, under peft's names.
 
     Of a parameter that holds several tensors of the checkpoint (experts), a rank with some of its rows has those tensors that lie
     in these rows, each whole. Raises ConfigError if one lies in several rows and the model is on several ranks.
@@ -495,7 +500,7 @@ class Exporter:
         fsync, sides, adapters = self._config.weights.fsync, self._sides[model.name], engine.adapters
         kept = {**self._tokenizer, **{name: sides[name] for name in (GENERATION_CONFIG,) if name in sides}}
         if adapters is not None:
-            sides = {ABOUT: about(adapters.lora, adapters.base, adapters.layers)}
+            sides = {ABOUT: about(adapters.lora, adapters.base, adapters.layers, with_head=bool(adapters.heads))}
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
             self._committed = commit_version(
@@ -513,7 +518,7 @@ class Exporter:
             commit_adapter(path, body.files, sides={**self._tokenizer, **sides}, fsync=fsync)
             if adapters.lora.merge:
                 merged = path.with_name(f"{path.name}-merged")
-                tensors = merged_tensors(adapters, path, engine.dtype)
+                tensors = merged_tensors(adapters, path, engine.dtype, engine.model.base_model_prefix)
                 files = write_part(merged, tensors, shard_bytes=self._config.weights.shard_bytes, fsync=fsync)
                 commit_model(merged, files, config=engine.config, dtype=engine.dtype, sides=kept, fsync=fsync)
         else:

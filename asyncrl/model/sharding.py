@@ -444,6 +444,8 @@ def fill(
                 if of_adapter is not None and adapters is not None and name in adapters.shapes:
                     part = of_adapter(name)[box.within(Box.whole(parameter.shape))]
                     value = part.to(device, copy=True).contiguous()
+                elif adapters is not None and name in adapters.heads:
+                    value = _checked(name, read(name, box), torch.float32, device, path)
                 else:
                     value = _checked(name, read(name, box), dtype, device, path)
                 filled[parameter] = nn.Parameter(_like(parameter, value), requires_grad=parameter.requires_grad)

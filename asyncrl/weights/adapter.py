@@ -21,6 +21,7 @@ ADAPTER = "adapter"
 TENSORS, ABOUT = "adapter_model.safetensors", "adapter_config.json"
 ALL_LINEAR = "all-linear"  # a target: each linear layer but the output layer
 PREFIX = "base_model.model."  # of peft's names
+HEAD = "score"  # the output layer of a value model, which is trained in full beside its adapters
 # Fields of adapter_config.json that change what an adapter computes, and the only values that are computed here
 _PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -50,11 +51,13 @@ def name_of(layer: str, which: str) -> str:
     return f"{PREFIX}{layer}.lora_{which}.weight"
 
 
-def about(lora: LoraConfig, base: str, layers: list[str]) -> bytes:
-    """The content of adapter_config.json. layers: full names of the layers with adapters, so that no name matches others."""
+def about(lora: LoraConfig, base: str, layers: list[str], *, with_head: bool = False) -> bytes:
+    """The content of adapter_config.json. layers: full names of the layers with adapters, so that no name matches others.
+    with_head: the files have the output layer of a value model."""
     fields = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "TOKEN_CLS" if with_head else "CAUSAL_LM",
+        "modules_to_save": [HEAD] if with_head else None,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,

@@ -16,9 +16,17 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from asyncrl.config.schema import GenerationConfig, LoraConfig, NameResolveConfig, OptimizerConfig, WeightsConfig
+from asyncrl.config.schema import (
+    CriticConfig,
+    GenerationConfig,
+    LoraConfig,
+    NameResolveConfig,
+    OptimizerConfig,
+    WeightsConfig,
+)
+from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.placed_models import with_adapters
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import EngineArguments, WeightsRefused
@@ -36,9 +44,16 @@ pytestmark = pytest.mark.filterwarnings(
 )  # peft asks transformers for it
 
 LORA = LoraConfig(rank=4, alpha=8.0, merge=True)
-WITH_LORA = replace(TRAIN, lora=LORA, optimizer=OptimizerConfig(lr=2e-2, warmup_steps=0))
+OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=0)
+PPO = replace(TRAIN.ppo, advantage_norm="batch")
+WITH_LORA = replace(TRAIN, lora=LORA, optimizer=OPTIMIZER, critic=CriticConfig(optimizer=OPTIMIZER), ppo=PPO)
 GENERATION = GenerationConfig(max_running_requests=4, max_batch_tokens=64, num_blocks=16, page_size=16)
 NUM = 4
+IDS = list(range(1, 30))
+
+
+class TrainedRun(Run):
+    values: torch.Tensor  # of IDS, by the critic at the end
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +65,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> TrainedRun:
     return asyncio.run(trained(tmp_path_factory.mktemp("run"), model_path))
 
 
-async def trained(folder: Path, model_path: Path) -> Run:
-    """Four versions of an adapter, and the final model."""
+async def trained(folder: Path, model_path: Path) -> TrainedRun:
+    """Four versions of an adapter, and the final models."""
     config = worker_config(NameResolveConfig(endpoints=[f"memory://{folder}"]), folder, model_path, train=WITH_LORA)
     models = with_adapters(config.models, LORA)
     config = replace(config, models=models, weights=WeightsConfig(fsync=False, verify_logprobs=True))
     async with worker_here(config) as (worker, world):
-        made = Run(folder, worker, world)
+        made = TrainedRun(folder, worker, world, WITH_LORA)
         for number in range(NUM):
             if number:
                 await made.step(number)
@@ -68,10 +83,13 @@ async def trained(folder: Path, model_path: Path) -> Run:
             made.remember()
         of_actor, of_ref = (worker.calls.engines[name].named_parameters() for name in ("actor", "ref"))
         assert all(of_ref[name] is tensor for name, tensor in of_actor.items())  # no second copy
-        (reply,) = await world.call(SaveModel(role="actor", folder="checkpoints/final"))
-        await world.call(
-            CommitWeights(role="actor", weight_version="", folder="checkpoints/final", files=reply.files, rewrite=False)
-        )
+        for role, folder in (("actor", "checkpoints/final"), ("critic", "checkpoints/final-critic")):
+            (reply,) = await world.call(SaveModel(role=role, folder=folder))
+            await world.call(CommitWeights(role=role, weight_version="", folder=folder, files=reply.files))
+        sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": [IDS]}])
+        values = worker.calls.engines["critic"].values(sample)
+        assert values is not None
+        made.values = torch.from_numpy(values)
         return made
 
 
@@ -108,17 +126,28 @@ async def test_a_version_is_an_adapter_that_the_engine_and_peft_load(run: Run, m
             live["model.layers.0.mlp.up_proj.lora_B"],
             tensors["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"],
         )
-    ids = list(range(1, 30))
-    scored = (await engine.score(ids))[1:]
+    scored = (await engine.score(IDS))[1:]
     for model in (
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), run.path(NUM - 1)),
         AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "final-merged"),
     ):
         with torch.no_grad():
-            log = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
-        np.testing.assert_allclose(scored, log.gather(1, torch.tensor(ids)[1:, None])[:, 0], atol=1e-4)
+            log = torch.log_softmax(model(torch.tensor([IDS])).logits[0, :-1], -1)
+        np.testing.assert_allclose(scored, log.gather(1, torch.tensor(IDS)[1:, None])[:, 0], atol=1e-4)
     final = load_file(run.run_dir / "checkpoints" / "final" / TENSORS)
     assert all(torch.equal(tensor, run.expected[-1][name]) for name, tensor in final.items())
+
+
+def test_a_critic_is_saved_as_an_adapter_with_its_output_layer_and_merged(run: TrainedRun, model_path: Path) -> None:
+    base = AutoModelForTokenClassification.from_pretrained(model_path, num_labels=1)
+    folder = run.run_dir / "checkpoints" / "final-critic"
+    for model in (
+        peft.PeftModel.from_pretrained(base, folder),
+        AutoModelForTokenClassification.from_pretrained(folder.with_name("final-critic-merged")),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.tensor([IDS])).logits[0, :, 0], run.values, rtol=0, atol=1e-4)
+    assert run.values.abs().max() > 1e-2
 
 
 def test_a_version_has_hardly_more_bytes_than_its_matrices(run: Run) -> None:

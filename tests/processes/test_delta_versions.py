@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import GenerationConfig, NameResolveConfig, OptimizerConfig, WeightsConfig
+from asyncrl.config.schema import GenerationConfig, NameResolveConfig, OptimizerConfig, TrainConfig, WeightsConfig
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads
@@ -37,8 +37,8 @@ GENERATION = GenerationConfig(
 class Run:
     """The actor after each of NUM - 1 steps, in its memory and on disk. The last version is written a second time."""
 
-    def __init__(self, run_dir: Path, worker: SeenWorker, world: Outside) -> None:
-        self.run_dir, self._worker, self._world = run_dir, worker, world
+    def __init__(self, run_dir: Path, worker: SeenWorker, world: Outside, train: TrainConfig = BF16) -> None:
+        self.run_dir, self._worker, self._world, self._train = run_dir, worker, world, train
         self.expected: list[dict[str, Tensor]] = []
 
     def path(self, number: int) -> Path:
@@ -53,7 +53,7 @@ class Run:
 
     async def step(self, number: int) -> None:
         await self._world.push(*trajectory(f"t{number}"))
-        for mfc in build_dataflow(BF16).order:
+        for mfc in build_dataflow(self._train).order:
             await self._world.call(ExecuteMFC(mfc=mfc, version=number, ids=[f"t{number}"], parts=[[f"t{number}"]]))
 
     def remember(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, LoraConfig, OptimizerConfig, TrainConfig
@@ -34,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft asks transformers for it
 
-GRIDS = ("d1", "d2", "d2r2", "p2", "m2", "d2m2", "p2m2")
+LARGE = ("d2r2", "d2m2", "p2m2")
+GRIDS = ("d1", "d2", "p2", "m2", *LARGE)
 # eps: a gradient that is zero except for rounding must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant", eps=1e-5, grad_clip=0.0)
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -59,17 +60,23 @@ def loss(outputs, data, cu_seqlens):
     return -(data["advantages"] * outputs["logprobs"])[data["loss_mask"]].sum() / 4.0, {}
 
 
+def value_loss(outputs, data, cu_seqlens):
+    return (data["advantages"] - outputs["values"]).square()[data["loss_mask"]].sum() / 4.0, {}
+
+
 @cache
 def meshes(_world: int) -> dict[str, ModelMesh | None]:
     placements = [ModelPlacement(text, grid := ParallelGrid.parse(text), tuple(range(grid.size))) for text in GRIDS]
     return {placement.name: ModelMesh.make(placement, "cpu") for placement in placements}
 
 
-def make_engine(path: str, grid: str = "", lora: LoraConfig | None = LORA, dtype: str = "float32") -> TrainEngine:
+def make_engine(
+    path: str, grid: str = "", lora: LoraConfig | None = LORA, dtype: str = "float32", kind: str = "lm"
+) -> TrainEngine:
     mesh = meshes(0)[grid] if grid else None
     workers = list(mesh.placement.workers) if mesh is not None else [0]
     text = str(mesh.placement.grid) if mesh is not None else "d1p1m1"
-    model = ModelConfig("model", path, text, workers, "lm", lora is not None, OPTIMIZER, lora=lora)
+    model = ModelConfig("model", path, text, workers, kind, lora is not None, OPTIMIZER, lora=lora)
     return TrainEngine(model, TrainConfig(dtype=dtype, logprob_chunk_tokens=16), mesh=mesh)
 
 
@@ -104,6 +111,22 @@ def train(rank: int, grid: str, path: str, lora: LoraConfig = LORA, dtype: str =
     adapter = {names[name]: whole(tensor) for name, tensor in own.items()}
     base = base_engine(engine).logprobs(part, temperature=1.0)
     return Outcome(base, engine.logprobs(part, temperature=1.0), norms, adapter, frozen)
+
+
+def train_critic(
+    rank: int, grid: str, path: str, dtype: str = "float32"
+) -> tuple[np.ndarray | None, dict[str, Tensor]]:
+    engine = make_engine(path, grid, dtype=dtype, kind="value")
+    assert engine.adapters is not None
+    sample = make_sample()
+    ids = sample.ids[engine.replica :: engine.num_replicas]
+    part = sample.select_ids(ids) if ids else None
+    for step in range(STEPS):
+        engine.train_step(part, value_loss, temperature=1.0, lr_step=step)
+    names = engine.adapters.names
+    own = {names[name]: whole(tensor) for name, tensor in engine.own_parameters().items()}
+    assert {tensor.dtype for tensor in own.values()} == {torch.float32}
+    return engine.values(part), own
 
 
 def make_meshes(rank: int) -> None:
@@ -182,6 +205,72 @@ def test_adapters_in_every_layout_equal_those_of_peft(ranks, model, expected, gr
     assert found
 
 
+@pytest.fixture(scope="module")
+def critic(model, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("critic") / "model"
+    value_model = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
+    torch.nn.init.normal_(value_model.score.weight, std=0.2)
+    value_model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def critic_by_peft(critic) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+    config = peft.LoraConfig(
+        r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=r".*\.\w+_proj", task_type="TOKEN_CLS"
+    )
+    model = peft.get_peft_model(AutoModelForTokenClassification.from_pretrained(critic), config)
+    adapters = make_engine(critic, kind="value").adapters
+    assert adapters is not None
+    given = peft.get_peft_model_state_dict(model)
+    for name in adapters.shapes:
+        given[adapters.names[name]] = adapters.initial(name)
+    peft.set_peft_model_state_dict(model, given)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    settings = {"lr": OPTIMIZER.lr, "betas": (OPTIMIZER.beta1, OPTIMIZER.beta2), "eps": OPTIMIZER.eps}
+    groups = [
+        {"params": [one for one in trained if one.ndim == 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, **settings)
+    sample = make_sample()
+    keys = ("packed_input_ids", "advantages", "loss_mask")
+    parts = [np.split(sample.data[key], np.cumsum(LENGTHS)[:-1]) for key in keys]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for tokens, targets, mask in zip(*parts, strict=True):
+            values = model(torch.tensor(tokens)[None]).logits[0, :, 0]
+            ((torch.tensor(targets) - values).square()[torch.tensor(mask)].sum() / 4.0).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = [model(torch.tensor(tokens)[None]).logits[0, :, 0].numpy() for tokens in parts[0]]
+    return peft.get_peft_model_state_dict(model), after
+
+
+@pytest.mark.parametrize("grid", ["d1", "m2", "p2", *(pytest.param(grid, marks=pytest.mark.release) for grid in LARGE)])
+def test_a_critics_adapters_and_its_output_layer_equal_those_of_peft(ranks, critic, critic_by_peft, grid):
+    outcomes = ranks.run(train_critic, grid, critic, num_ranks=ParallelGrid.parse(grid).size)
+    wanted, values = critic_by_peft
+    found = {name: tensor for _, own in outcomes for name, tensor in own.items()}
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    before = AutoModelForTokenClassification.from_pretrained(critic).score.weight
+    assert (found["base_model.model.score.weight"] - before).abs().max() > 1e-3
+    assert max(float(tensor.abs().max()) for name, tensor in found.items() if "lora_B" in name) > 1e-3
+    num_replicas = ParallelGrid.parse(grid).num_replicas
+    for outcome in [values for values, _ in outcomes if values is not None]:
+        parts = [np.concatenate(values[replica::num_replicas]) for replica in range(num_replicas)]
+        assert min(np.abs(part - outcome).max() for part in parts if len(part) == len(outcome)) < 1e-4
+
+
+@pytest.mark.parametrize("grid", ["d1", "d2"])
+def test_a_critic_on_a_base_in_bfloat16_trains_its_output_layer_in_float32(ranks, critic, critic_by_peft, grid):
+    outcomes = ranks.run(train_critic, grid, critic, "bfloat16", num_ranks=ParallelGrid.parse(grid).size)
+    own = {name: tensor for _, found in outcomes for name, tensor in found.items()}
+    for name, tensor in critic_by_peft[0].items():
+        assert (own[name] - tensor).abs().max() < 2.5 * STEPS * OPTIMIZER.lr, name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("grid", ["d1", "d2", "m2", "p2"])
 def test_the_base_with_its_adapters_off_equals_the_base_model_bit_for_bit(ranks, model, grid, dtype):
@@ -204,18 +293,21 @@ def logprobs_of_base(rank: int, grid: str, path: str, dtype: str) -> np.ndarray 
     return engine.logprobs(sample.select_ids(ids), temperature=1.0)
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_from_it(tmp_path, model):
-    sample, (first, second) = make_sample(), (make_engine(model), make_engine(model))
+@pytest.mark.parametrize("kind", ["lm", "value"])
+def test_a_checkpoint_holds_the_trained_parameters_alone_and_training_goes_on_from_it(tmp_path, model, critic, kind):
+    path, loss_of = (model, loss) if kind == "lm" else (critic, value_loss)
+    sample, (first, second) = make_sample(), (make_engine(path, kind=kind), make_engine(path, kind=kind))
     for step in range(2):
-        first.train_step(sample, loss, temperature=1.0, lr_step=step)
-    part = checkpoint.snapshot({"actor": first})
+        first.train_step(sample, loss_of, temperature=1.0, lr_step=step)
+    part = checkpoint.snapshot({kind: first})
     assert first.adapters is not None
-    matrices = [f"actor.{name}{of}" for name in first.adapters.shapes for of in ("", ".exp_avg", ".exp_avg_sq")]
-    assert sorted(part.tensors) == sorted(matrices)
+    assert len(first.adapters.names) == len(first.adapters.shapes) + 2 * (kind == "value")
+    trained = [f"{kind}.{name}{of}" for name in first.adapters.names for of in ("", ".exp_avg", ".exp_avg_sq")]
+    assert sorted(part.tensors) == sorted(trained)
     checkpoint.commit(tmp_path / "point", checkpoint.write(tmp_path / "point", part, fsync=False), fsync=False)
-    checkpoint.load(tmp_path / "point", {"actor": second}, workers=[0])
+    checkpoint.load(tmp_path / "point", {kind: second}, workers=[0])
     for engine in (first, second):
-        engine.train_step(sample, loss, temperature=1.0, lr_step=2)
+        engine.train_step(sample, loss_of, temperature=1.0, lr_step=2)
     torch.testing.assert_close(second.own_parameters(), first.own_parameters(), rtol=0, atol=0)
 
 

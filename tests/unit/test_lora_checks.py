@@ -10,6 +10,7 @@ from feature_pairs import set_fields
 
 from asyncrl.config.schema import (
     ConfigError,
+    CriticConfig,
     EmaConfig,
     ExperimentConfig,
     LoraConfig,
@@ -93,3 +94,12 @@ def test_the_reference_is_the_actors_base_if_it_has_the_same_weights_and_workers
     assert models["actor"].lora == LoraConfig()
     assert models["ref"].base_of == ("actor" if shares else "")
     assert models["ref"].lora is None
+
+
+def test_the_critic_has_adapters_too_and_begins_with_none_of_the_actors() -> None:
+    fields = {"train.critic": CriticConfig(), "train.ppo.advantage_norm": "batch", "train.lora.start": "/adapter"}
+    config = set_fields(CONFIG, {**fields, "allocation": "transformers.d1+d1+critic:d1"})
+    placements, mfcs = place(allocation_of(config), build_dataflow(config.train, config.mode))
+    models = {model.name: model for model in models_of(placements, mfcs, config.train, config.model_path)}
+    assert models["actor"].lora == LoraConfig(start="/adapter")
+    assert models["critic"].lora == LoraConfig()
