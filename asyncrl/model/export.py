@@ -75,8 +75,8 @@ from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.services import Services
 from asyncrl.streams.request_reply import Call
-from asyncrl.weights.adapter import ABOUT, ADAPTER, TENSORS, AdapterForm, about, name_of
-from asyncrl.weights.forms import BETWEEN_FULL, FULL
+from asyncrl.weights.adapter import ABOUT, TENSORS, AdapterForm, about, name_of
+from asyncrl.weights.forms import BETWEEN_FULL
 from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights.versions import (
     FileWriter,
@@ -512,7 +512,6 @@ class Exporter:
                 scored_text=scored_text,
                 base=self._committed,
                 replace=body.rewrite,
-                kind=FULL if adapters is None else ADAPTER,
             )
         elif adapters is not None:
             commit_adapter(path, body.files, sides={**self._tokenizer, **sides}, fsync=fsync)

@@ -42,7 +42,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 
 
 class AdapterForm(WeightForm):
-    stem = "adapter_model"
+    stem, about = "adapter_model", ABOUT
     has_model = False
 
 

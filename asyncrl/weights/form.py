@@ -58,6 +58,7 @@ class WeightForm:
 
     suffix = ""  # of the file of each rank, in the form's own encoding; "": there are only safetensors
     stem = "model"  # of the names of the safetensors
+    about = ""  # a side file that versions of this form have, and no others
     has_model = True  # a folder has whole tensors of the whole model, as from_pretrained reads them
     has_base = False  # the files hold changes to the tensors of an older version; the side files are the base's
 

@@ -18,8 +18,9 @@ BETWEEN_FULL = FORMS["delta"]  # the form of the versions between two full ones 
 
 
 def kind_of(names: Collection[str]) -> str:
-    """The kind of a version with these files: full, unless one of the files is in the encoding of another form."""
-    encoded = (
-        kind for kind, form in FORMS.items() if form.suffix and any(name.endswith(form.suffix) for name in names)
-    )
-    return next(encoded, FULL)
+    """The kind of a version with these files: full, unless one of them is of another form only."""
+
+    def has(form: WeightForm) -> bool:
+        return form.about in names or (bool(form.suffix) and any(name.endswith(form.suffix) for name in names))
+
+    return next((kind for kind, form in FORMS.items() if has(form)), FULL)

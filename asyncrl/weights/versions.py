@@ -253,11 +253,10 @@ def commit_version(
     scored_text: ScoredText | None = None,
     base: Manifest | None = None,
     replace: bool = False,
-    kind: str = FULL,
 ) -> Manifest:
     """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add the side files and
-    the manifest, and rename the directory to its final name. The form is `kind`, or follows from the files' names. A version whose
-    form has a base holds changes to `base`, and gets no side files.
+    the manifest, and rename the directory to its final name. The form follows from the names of all files. A version whose form
+    has a base holds changes to `base`, and gets no side files.
 
     sides: as `side_files` returns them. replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists
     and `replace` is not set, OSError (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and
@@ -265,7 +264,7 @@ def commit_version(
     """
 
     def finish(writer: FileWriter) -> Manifest:
-        found = kind if kind != FULL else kind_of([file.name for file in files])
+        found = kind_of([*sides, *(file.name for file in files)])
         if not FORMS[found].has_base:
             name_shards(writer, files, FORMS[found].stem)
             return _finish_version(writer, sides, version, found, None, scored_text)

@@ -222,7 +222,7 @@ async def test_a_version_that_is_no_adapter_of_this_run_is_refused(
     path = tmp_path / "a0001-v00000002"
     files = write_part(path, change(load_file(run.path(2) / TENSORS)).items(), fsync=False)
     sides = {ABOUT: (run.path(2) / ABOUT).read_bytes()}
-    commit_version(path, files, sides=sides, version=WeightVersion(1, 2), fsync=False, kind="adapter")
+    commit_version(path, files, sides=sides, version=WeightVersion(1, 2), fsync=False)
     with pytest.raises(WeightsRefused, match=message):
         await loads.load(path, WeightVersion(1, 2))
     assert engine.stats().version == str(WeightVersion(1, 1))

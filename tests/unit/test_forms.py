@@ -69,10 +69,8 @@ class Trainer:
             files += write_part(path, whole_tensors, part=part, fsync=False, others=others)
         base = self.manifests[number - 1] if number else None
         version = WeightVersion(1, number)
-        kind = self.kind if number and not self.form.suffix else "full"  # a suffix tells the form
-        return commit_version(
-            path, files, sides={}, version=version, fsync=False, base=base, replace=replace, kind=kind
-        )
+        sides = {self.form.about: b"{}"} if number and self.form.about else {}
+        return commit_version(path, files, sides=sides, version=version, fsync=False, base=base, replace=replace)
 
 
 class Model(torch.nn.Module):
