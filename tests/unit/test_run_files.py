@@ -59,15 +59,11 @@ def test_reading_in_parts_gives_what_one_reading_gives(tmp_path):
     assert told(files.read()) == told(RunFiles(tmp_path).read())
     assert files.revision > revision
     ((_, attempt, steps, _),), servers, rejected, published, events, broken, newest = told(files)
-    assert (attempt, [step["step"] for step in steps], broken, newest) == (
-        2,
-        [1, 2, 3],
-        2,
-        1119,
-    )  # step 2 of attempt 1 is void
+    # Step 2 of attempt 1 is void
+    assert (attempt, [step["step"] for step in steps], broken, newest) == (2, [1, 2, 3], 2, 1119)
     assert servers == {"generation_server/0": ([(100, 50), (101, 50), (110, 50), (111, 50)], [(100.0, 0), (110.0, 1)])}
     assert (rejected, published) == ({"too_easy": [(102, 1), (112, 1)]}, [(101.0, 0), (111.0, 1)])
-    assert [text for _, text in events[-2:]] == ["fault: kill master/0"] * 2
+    assert [text for _, text in events[1::2]] == ["fault: kill master/0"] * 2
 
 
 def test_a_run_that_was_begun_again_in_a_new_folder_is_read_from_its_beginning(tmp_path):
