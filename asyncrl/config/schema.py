@@ -470,9 +470,6 @@ class TrainConfig:
     # layer and each expert of a token, or two with more than 255 experts. Servers then share no prefixes. compare: steps report how
     # many of the trainer's choices differ | replay: the trainer also uses the servers' choices, with its own scores
     routes: str = choice("off", "off", "compare", "replay")
-    # Mixtures of experts on several data ranks. on: each rank keeps a part of each layer's experts, and tokens travel to the ranks
-    # that have theirs. off: each rank gathers a layer's experts, as all other weights
-    split_experts: str = choice("off", "on", "off")
     # Strings and objects that every trajectory carries: keys words_NAME (one for each response) and prompt_words_NAME (one for the
     # group). The rollout worker adds words_completion, prompt_words_prompt, prompt_words_answer and prompt_words_row; an agent
     # sets all others

@@ -490,13 +490,10 @@ def _of_routes(config: ExperimentConfig) -> Iterable[Conflict]:
             "train.compile",
             "compiled layers do not see the routes of a micro-batch; set it to off with train.routes",
         ),
-        *(
-            (
-                train.lora is not None and is_used,
-                field,
-                "has not been compared with adapters; set it to off with train.lora",
-            )
-            for is_used, field in ((is_on, "train.routes"), (train.split_experts == "on", "train.split_experts"))
+        (
+            train.lora is not None and is_on,
+            "train.routes",
+            "has not been compared with adapters; set it to off with train.lora",
         ),
         (
             is_on and train.share_prefix == "on",

@@ -3,6 +3,7 @@
     d2p1m2      two replicas (data), one pipeline stage (pipe), matrices split among two ranks (tensor)
     d4p1m1r2    two copies of the weights, each split among four ranks; all eight ranks share out the samples
     d2p1m1c2    two replicas; the two ranks of each have successive parts of every packed row (context)
+    d4p1m1e2    four replicas; each two successive ranks share out the experts of a mixture of experts (expert)
 
 Layouts are parsed and written, ranks are numbered, and process groups are made from the table. Other code asks a grid, a placement
 or a mesh: for the parts of the samples, layers or matrices, or for the group that sums losses. It names no axis, so a further axis
@@ -22,6 +23,7 @@ SAMPLES = "samples"  # of a batch: each rank has the weights, or a part of them 
 LAYERS = "layers"  # of the model: each rank has a pipeline stage
 MATRICES = "matrices"  # of each layer: each rank has some rows or columns
 TOKENS = "tokens"  # of each packed row: each rank has successive ones, and in attention some heads of all of them
+EXPERTS = "experts"  # of each layer: each rank has some, and tokens travel to the ranks that have theirs
 # What is summed over the ranks along an axis
 LOSSES = "losses"  # losses, statistics and counts of a batch
 GRADIENTS = "gradients"  # of the weights
@@ -45,6 +47,8 @@ class Axis:
     head: int = 0
     copies: bool = False  # its ranks hold equal weights and gradients
     optional: bool = False  # a grid has this axis only if its size is above 1
+    # Adds no ranks: its groups are runs of successive ranks among those that share out a copy of the weights
+    inside: bool = False
 
 
 TABLE = (  # in the order of layouts such as d2p1m1, in which generation servers get their GPUs, too
@@ -55,6 +59,8 @@ TABLE = (  # in the order of layouts such as d2p1m1, in which generation servers
     Axis("context", "c", TOKENS, order=3, sums=(GRADIENTS, NORMS), optional=True),
     # Hybrid sharding (FSDP2): the ranks of a copy have successive numbers, so a copy may fill a host
     Axis("copy", "r", SAMPLES, order=1, sums=(LOSSES, GRADIENTS, NORMS), copies=True, optional=True),
+    # Neighbours exchange tokens. They share out data and context alike: both only say whose tokens a rank has
+    Axis("expert", "e", EXPERTS, order=3, sums=(), optional=True, inside=True),
 )
 AXES = tuple(axis for axis in TABLE if not axis.optional)
 
@@ -71,10 +77,15 @@ class ParallelGrid:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(self.sizes)
+        return math.prod(size for _, size in self.ranked)
+
+    @property
+    def ranked(self) -> tuple[tuple[Axis, int], ...]:
+        """The axes that number the ranks, with their sizes: all but those inside others."""
+        return tuple(entry for entry in zip(self.axes, self.sizes, strict=True) if not entry[0].inside)
 
     def parts(self, what: str) -> int:
-        """The number of parts into which samples, layers, matrices or rows of tokens are split."""
+        """The number of parts into which samples, layers, matrices, rows of tokens or experts are split."""
         return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.splits == what)
 
     @property
@@ -88,7 +99,7 @@ class ParallelGrid:
     @property
     def replica_size(self) -> int:
         """The number of ranks of a replica."""
-        return self.only(*{axis.splits for axis in self.axes} - {SAMPLES}).size
+        return math.prod(size for axis, size in self.ranked if axis.splits != SAMPLES)
 
     def summed(self, what: str) -> tuple[str, ...]:
         """The names of the axes along which losses, gradients, partials or norms are summed, in training order."""
@@ -134,9 +145,14 @@ class ParallelGrid:
     @classmethod
     def of_size(cls, size: int, axes: tuple[Axis, ...] = AXES) -> Iterator[ParallelGrid]:
         """All grids with this number of ranks along these axes. The size of the table's first axis varies fastest."""
+        inside = [axis for axis in axes if axis.inside]
+        axes = tuple(axis for axis in axes if not axis.inside)
         for sizes in _factors(size, len(axes)):
             found = {axis: size for axis, size in zip(axes, sizes, strict=True) if size > 1 or not axis.optional}
-            yield cls(tuple(found.values()), axes=tuple(found))
+            grid = cls(tuple(found.values()), axes=tuple(found))
+            yield grid
+            for axis in inside:
+                yield from (grid.with_parts({axis.splits: part}) for part in _divisors(grid.num_shards) if part > 1)
 
     @classmethod
     def parse(cls, text: str, axes: tuple[Axis, ...] = TABLE) -> ParallelGrid:
@@ -153,7 +169,15 @@ class ParallelGrid:
         if len(given) != len(sizes):
             raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
         axes = tuple(axis for axis in axes if not axis.optional or given.get(axis.letter, 1) > 1)
-        return cls(tuple(given.get(axis.letter, 1) for axis in axes), axes=axes)
+        grid = cls(tuple(given.get(axis.letter, 1) for axis in axes), axes=axes)
+        for axis, size in zip(grid.axes, grid.sizes, strict=True):
+            if axis.inside and grid.num_shards % size:
+                fitting = ", ".join(f"{axis.letter}{part}" for part in _divisors(grid.num_shards))
+                raise ValueError(
+                    f"{text!r}: {axis.letter}{size} are successive ranks among the {grid.num_shards} that share out a copy of "
+                    f"the weights, and must divide them; use {fitting}"
+                )
+        return grid
 
     def __str__(self) -> str:
         if self.on_cpu:

@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Conflict, Problem, problems_among
-from asyncrl.dataflow.axes import MATRICES, SAMPLES, TOKENS, ParallelGrid, problem_of_heads
+from asyncrl.dataflow.axes import EXPERTS, MATRICES, SAMPLES, TOKENS, ParallelGrid, problem_of_heads
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow, uses_routes
 from asyncrl.dataflow.lora_checks import problems_of_lora
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
@@ -97,22 +97,24 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
         yield from _bad_layout(config, allocation)
 
 
-def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object], *, split_experts: bool = False) -> str:
-    """Return why the model with this config.json cannot be trained in these pipeline stages, tensor parallel and context ranks, and
-    the remedy; "": it can. A mixture of experts can only have data ranks. split_experts: train.split_experts is on."""
+def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
+    """Return why the model with this config.json cannot be trained in these pipeline stages, tensor parallel, context and expert
+    ranks, and the remedy; "": it can. Tensor ranks do not split a mixture of experts."""
     nested = config.get("text_config")
     model = nested if isinstance(nested, dict) else config
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
-    if experts and grid.only(SAMPLES) != grid:
-        return f"config.json has {experts[0]}: a mixture of experts can only have data ranks; use d alone, or a dense model"
-    if split_experts and grid.num_replicas > 1:
+    if experts and grid.parts(MATRICES) > 1:
+        return f"config.json has {experts[0]}: tensor ranks do not split a mixture of experts; use m1, or a dense model"
+    if (size := grid.parts(EXPERTS)) > 1:
         number = next((model[name] for name in _EXPERT_FIELDS if model.get(name)), 0)
-        if grid.num_copies > 1 or not isinstance(number, int) or not number or number % grid.num_replicas:
-            return (
-                f"train.split_experts=on divides {number} experts among {grid.num_replicas} data ranks without copies; use a d "
-                "that divides them, or set it to off"
+        if not isinstance(number, int) or not number:
+            return "config.json has no experts that e could split: leave e out, or use a mixture of experts"
+        if number % size:
+            fitting = ", ".join(
+                f"e{each}" for each in range(2, number + 1) if number % each == 0 == grid.num_shards % each
             )
+            return f"e{size} does not divide {number} experts: use {fitting or 'no e'}"
     if isinstance(layers, int) and grid.num_stages > layers:
         return f"{layers} layers: use at most p{layers}"
     split = {
@@ -291,7 +293,7 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
     sampled = {"rollout.sampling": config.rollout.sampling, "eval.sampling": config.eval.sampling}
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
-    served = grid.with_parts({SAMPLES: grid.num_replicas, TOKENS: 1})
+    served = grid.with_parts({SAMPLES: grid.num_replicas, TOKENS: 1, EXPERTS: 1})
     trained = " and ".join(axis.letter for axis in grid.axes if axis.optional)
     return (
         (grid != served, "allocation", f"{grid} generates: {trained} is for training; use {served}"),

@@ -8,7 +8,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import REF, ExperimentConfig, fetches_weights
 from asyncrl.config.transports import FILES
 from asyncrl.config.validation import Problem, problems_among
-from asyncrl.dataflow.axes import TOKENS
+from asyncrl.dataflow.axes import EXPERTS, TOKENS
 from asyncrl.dataflow.topology import Allocation, ModelPlacement
 from asyncrl.protocol.names import ACTOR
 from asyncrl.weights.adapter import ALL_LINEAR
@@ -64,11 +64,15 @@ def problems_of_lora(
             (train.streaming, "train.streaming", f"{_UNPROVEN}; set it to false"),
             (train.arriving_inference, "train.arriving_inference", f"{_UNPROVEN}; set it to false"),
             (train.share_prefix == "on", "train.share_prefix", f"{_UNPROVEN}; set it to off"),
-            (train.split_experts == "on", "train.split_experts", f"{_UNPROVEN}; set it to off"),
             (
                 any(one.role == ACTOR and one.grid.parts(TOKENS) > 1 for one in placements),
                 "allocation",
                 f"context ranks (c) {_UNPROVEN}; use c1",
+            ),
+            (
+                any(one.role == ACTOR and one.grid.parts(EXPERTS) > 1 for one in placements),
+                "allocation",
+                f"experts split over ranks (e) {_UNPROVEN}; leave e out",
             ),
             (train.routes != "off", "train.routes", f"{_UNPROVEN}; set it to off"),
             (train.compile == "on", "train.compile", f"{_UNPROVEN}; set it to off"),

@@ -67,7 +67,7 @@ class ProcessTopology:
 @functools.cache
 def training_topology(grid: ParallelGrid) -> ProcessTopology:
     """Training order: pipe, copy, data, context, tensor."""
-    axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: entry[0].order)
+    axes = sorted(grid.ranked, key=lambda entry: entry[0].order)
     return ProcessTopology([axis.name for axis, _ in axes], [size for _, size in axes])
 
 
@@ -115,7 +115,7 @@ class ModelPlacement:
     @functools.cached_property
     def shards(self) -> tuple[ModelShardID, ...]:
         """All ranks of the model, in training order."""
-        axes = self.grid.axes
+        axes = tuple(axis for axis, _ in self.grid.ranked)
         found = map(self.topology.get_coord, range(self.grid.size))
         return tuple(ModelShardID(self.name, tuple(at[axis.name] for axis in axes), axes) for at in found)
 
@@ -128,7 +128,7 @@ class ModelPlacement:
         group."""
         found: dict[tuple[int, ...], list[int]] = {}
         for worker, shard in zip(self.workers, self.shards, strict=True):
-            rest = zip(self.grid.axes, shard.coordinates, strict=True)
+            rest = zip(shard.axes, shard.coordinates, strict=True)
             found.setdefault(tuple(at for axis, at in rest if axis.name not in names), []).append(worker)
         return tuple(map(tuple, found.values()))
 
@@ -153,13 +153,12 @@ class ModelPlacement:
     @functools.cached_property
     def heads(self) -> tuple[int, ...]:
         """For each replica, the worker that holds its outputs: the one with context 0 and tensor 0 on the last pipeline stage."""
-        axes = list(zip(self.grid.axes, self.grid.sizes, strict=True))
         return tuple(
             worker
             for worker, shard in zip(self.workers, self.shards, strict=True)
             if all(
                 axis.splits == SAMPLES or at == axis.head % size
-                for (axis, size), at in zip(axes, shard.coordinates, strict=True)
+                for (axis, size), at in zip(self.grid.ranked, shard.coordinates, strict=True)
             )
         )
 

@@ -40,10 +40,21 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES, TOKENS, problem_of_heads
+from asyncrl.dataflow.axes import (
+    EXPERTS,
+    GRADIENTS,
+    LAYERS,
+    LOSSES,
+    MATRICES,
+    NORMS,
+    PARTIALS,
+    SAMPLES,
+    TOKENS,
+    problem_of_heads,
+)
 from asyncrl.model import sharding
 from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
-from asyncrl.model.experts import split_experts
+from asyncrl.model.experts import check_experts, split_experts
 from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.kernels import uses_gpu_kernels
@@ -272,14 +283,15 @@ class TrainEngine:
         elif grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
         tensor = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
+        if grid.parts(EXPERTS) > 1:
+            check_experts(skeleton.model, mesh, model.path)
         if grid.num_stages > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
         by_fsdp = grid.uses_fsdp  # FSDP casts by itself
-        experts: set[nn.Parameter] = set()
-        if self.train.split_experts == "on" and by_fsdp:
+        if grid.parts(EXPERTS) > 1:
             if not weights.has_values:
-                raise ConfigError("train.split_experts=on: a plan does not count tokens that travel; set it to off")
-            experts = split_experts(skeleton.model, mesh, model.path)
+                raise ConfigError(f"{grid}: a plan does not count tokens that travel yet; leave e out")
+            split_experts(skeleton.model, mesh, self._compute_dtype)
         stage = Stage(
             skeleton.model,
             model.kind,
@@ -294,8 +306,8 @@ class TrainEngine:
         sharding.fill_buffers(skeleton, read, device=self.device, path=model.path)
         if by_fsdp:
             for unit in sharding.shard_units(skeleton.model):
-                sharding.apply_data_parallel(unit, mesh, self._compute_dtype, others=experts)
-            sharding.apply_data_parallel(stage, mesh, self._compute_dtype, others=experts)
+                sharding.apply_data_parallel(unit, mesh.submesh(GRADIENTS), self._compute_dtype)
+            sharding.apply_data_parallel(stage, mesh.submesh(GRADIENTS), self._compute_dtype)
         self._slots = sharding.fill(stage, skeleton, read, dtype=dtype, device=self.device, path=model.path)
         self._split = skeleton.split
         if tensor is not None:

@@ -1,8 +1,8 @@
-"""Experts split over the data ranks (train.split_experts): each rank keeps an equal part of each layer's experts.
+"""Experts split over ranks (`e` in a grid): each of e successive ranks keeps an equal part of each layer's experts.
 
 Tokens travel to the ranks that have their experts, and the results travel back, both by an all-to-all with uneven splits. So a
-rank never gathers the experts of others. Each expert sees the tokens of all data ranks, so its gradient is the whole sum: FSDP,
-which splits all other weights, leaves these parameters alone.
+rank never gathers the experts of others. An expert sees the tokens of e ranks. FSDP shares it out among the ranks that have the
+same part, and sums its gradient over them, as it does with all other weights and all ranks (DeepSpeed-MoE, arXiv:2201.05596).
 
 Shapes: T tokens of this rank, K experts of a token, N tokens that this rank's experts get, H hidden size.
 """
@@ -16,54 +16,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from asyncrl.architectures.routes import is_experts
 from asyncrl.config.schema import ConfigError
-from asyncrl.dataflow.axes import GRADIENTS, SAMPLES
+from asyncrl.dataflow.axes import EXPERTS
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.sharding import apply_data_parallel
 
 
-def split_experts(model: nn.Module, mesh: ModelMesh, path: str) -> set[nn.Parameter]:
-    """Split the experts of a model without values. Returns the parameters that are split. Raises ConfigError if they cannot be, or
-    if the model has none."""
+def check_experts(model: nn.Module, mesh: ModelMesh, path: str) -> None:
+    """model: with all its layers. Raises ConfigError if its experts cannot be split, or if it has none."""
     grid = mesh.placement.grid
-    what, remedy = f"train.split_experts=on: model_path={path!r}", "set train.split_experts=off"
-    if grid.only(SAMPLES) != grid or grid.num_copies > 1:
-        raise ConfigError(
-            f"{what} has the grid {grid}: experts are only split over data ranks; use d alone, or {remedy}"
-        )
-    size, part = grid.num_replicas, mesh.parts[SAMPLES]
-    found: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        if not is_experts(module):
-            continue
+    what, remedy = f"model_path={path!r} with the grid {grid} of {mesh.placement.name!r}", "leave e out"
+    found = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    if not found:
+        raise ConfigError(f"{what}: it has no experts; {remedy}")
+    for name, module in found:
         shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
         number = int(getattr(module, "num_experts", 0))
         if not hasattr(module, "_is_expert_parallel") or any(shape[0] != number for shape in shapes.values()):
             raise ConfigError(
                 f"{what}: {name} ({type(module).__name__}) has experts in another form {shapes}; {remedy}"
             )
-        if number % size:
-            raise ConfigError(f"{what} has {number} experts, which d{size} does not divide; use another d, or {remedy}")
-        for key, parameter in list(module.named_parameters()):
-            split = nn.Parameter(
-                DTensor.from_local(
-                    parameter.detach()[part * number // size : (part + 1) * number // size].contiguous(),
-                    mesh.submesh(GRADIENTS),
-                    [Shard(0)],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+        if number % grid.parts(EXPERTS):
+            raise ConfigError(
+                f"{what}: e{grid.parts(EXPERTS)} does not divide {number} experts; use another e, or {remedy}"
             )
-            setattr(module, key, split)
-            found.add(split)
-        module.forward = partial(_forward, module, mesh.group_that_splits(SAMPLES))
-    if not found:
-        raise ConfigError(f"{what} has no experts; {remedy}")
-    return found
+
+
+def split_experts(model: nn.Module, mesh: ModelMesh, dtype: torch.dtype | None) -> None:
+    """Split the experts of a stage without values, and apply FSDP to them. dtype: of the computation; None: that of the
+    parameters."""
+    between, peers = mesh.submesh_of_parts(EXPERTS)
+    for module in filter(is_experts, model.modules()):
+        for key, parameter in list(module.named_parameters()):
+            setattr(module, key, _part_of(parameter, between, mesh.parts[EXPERTS]))
+        module.forward = partial(_forward, module, mesh.group_that_splits(EXPERTS))
+        # Scores keep their dtype: some routers have them in float32
+        apply_data_parallel(module, peers, dtype, casts_inputs=False)
+
+
+def _part_of(parameter: Tensor, mesh: DeviceMesh, part: int) -> nn.Parameter:
+    each = parameter.shape[0] // mesh.size()
+    local = parameter.detach()[part * each : (part + 1) * each].contiguous()
+    shape, stride = parameter.shape, parameter.stride()
+    split = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 class _Own:
@@ -80,7 +81,7 @@ class _Own:
 def _forward(
     module: nn.Module, group: dist.ProcessGroup, hidden_TH: Tensor, experts_TK: Tensor, scores_TK: Tensor
 ) -> Tensor:
-    """The experts' sum for each of this rank's tokens: [T, H]. Collective over the data ranks."""
+    """The experts' sum for each of this rank's tokens: [T, H]. Collective over the ranks that share out the experts."""
     size, num_each, top_k = group.size(), int(module.num_experts) // group.size(), experts_TK.shape[1]  # type: ignore[arg-type]
     chosen = experts_TK.reshape(-1)
     order = chosen.argsort(stable=True)
@@ -89,11 +90,13 @@ def _forward(
     dist.all_to_all_single(received, sent, group=group)
     there, here = sent.sum(1).tolist(), received.sum(1).tolist()
     rows_NH = _Exchange.apply(hidden_TH[order // top_k], here, there, group)  # type: ignore[no-untyped-call]
+    own: Any = _Own(module, num_each, rows_NH.dtype)
     if sum(here):
         # The rows of each rank are in the order of the experts
         expert_N = torch.arange(num_each, device=order.device).repeat(size).repeat_interleave(received.reshape(-1))
-        own: Any = _Own(module, num_each, rows_NH.dtype)
         rows_NH = grouped_mm_experts_forward(own, rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1))
+    else:  # FSDP sums gradients over the ranks with these experts, so this one has some, too
+        rows_NH = rows_NH + sum(getattr(own, name).sum() for name, _ in module.named_parameters()) * 0.0
     sorted_rows = _Exchange.apply(rows_NH, there, here, group)  # type: ignore[no-untyped-call]
     results = torch.empty_like(sorted_rows).index_copy(0, order, sorted_rows)
     summed: Tensor = (results * scores_TK.reshape(-1, 1)).view(*experts_TK.shape, -1).sum(1)

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.dataflow.axes import LAYERS, SUMS, TOKENS
+from asyncrl.dataflow.axes import EXPERTS, LAYERS, SUMS, TOKENS
 from asyncrl.dataflow.topology import ModelPlacement
+
+PEERS = "peers"  # the ranks of a copy of the weights with the same part of what an axis inside others splits
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class ModelMesh:
 
     placement: ModelPlacement
     device_mesh: DeviceMesh  # its dims are the axes, in training order. Those that shard a copy of the weights are one
+    # The same for what an axis inside others splits, with two dims in place of that one: PEERS, and the axis
+    inner_mesh: DeviceMesh
     rank: int
     parts: Mapping[str, int]  # which part of the samples, layers, matrices and rows this rank has
     groups: Mapping[frozenset[str], dist.ProcessGroup]  # by the axes along which the group's ranks differ
@@ -46,6 +50,12 @@ class ModelMesh:
         dims, sizes = _dims(placement), dict(zip(topology.axes, topology.dims, strict=True))
         workers = torch.tensor(placement.workers).reshape([math.prod(sizes[axis] for axis in dim) for dim in dims])
         device_mesh = DeviceMesh(device_type, workers, mesh_dim_names=tuple(map("_".join, dims)))
+        inner_mesh = device_mesh
+        for axis, size in zip(placement.grid.axes, placement.grid.sizes, strict=True):
+            if axis.inside:
+                sharding = "_".join(placement.grid.sharding)
+                parts = placement.grid.num_shards // size, size
+                inner_mesh = device_mesh._unflatten(sharding, parts, (PEERS, axis.name))
         groups: dict[frozenset[str], dist.ProcessGroup] = {}
         wanted = [frozenset(topology.axes), *(frozenset(placement.grid.summed(what)) for what in SUMS)]
         wanted += [frozenset({name}) for name in topology.axes]
@@ -56,9 +66,11 @@ class ModelMesh:
                     groups[names] = group
         if rank not in placement.workers:
             return None
-        groups |= {frozenset(dim): device_mesh.get_group("_".join(dim)) for dim in dims}
-        parts = {axis.splits: placement.part_of(rank, axis.splits) for axis in placement.grid.axes}
-        return cls(placement, device_mesh, rank, parts, groups)
+        for mesh in (device_mesh, inner_mesh):
+            groups |= {frozenset(name.split("_")): mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        own = {axis.splits: placement.part_of(rank, axis.splits) for axis, _ in placement.grid.ranked}
+        own |= {axis.splits: inner_mesh.get_local_rank(axis.name) for axis in placement.grid.axes if axis.inside}
+        return cls(placement, device_mesh, inner_mesh, rank, own, groups)
 
     def group(self, *names: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along these axes only. There is one for each axis, for all axes, and for those over
@@ -78,16 +90,25 @@ class ModelMesh:
         names = {*self.placement.grid.summed(what)}
         return self.device_mesh[tuple("_".join(dim) for dim in _dims(self.placement) if names.issuperset(dim))]
 
+    def submesh_of_parts(self, what: str) -> tuple[DeviceMesh, DeviceMesh]:
+        """Of an axis inside others: the mesh of group_that_splits(what), and that of the ranks with the same part, over which its
+        gradients are summed. FSDP splits it further along the last dim of the second one."""
+        (name,) = (axis.name for axis in self.placement.grid.axes if axis.splits == what)
+        copies = [axis.name for axis in self.placement.grid.axes if axis.copies]
+        return self.inner_mesh[name], self.inner_mesh[(*copies, PEERS)]
+
     def label(self, names: Collection[str]) -> str:
         """The name of a group in reports and plans: the axes along which its ranks differ, or `model` for all of them."""
         axes = self.placement.topology.axes
-        return "model" if len(names) == len(axes) else "_".join(axis for axis in axes if axis in names)
+        if len(names) == len(axes) and {*names} == {*axes}:
+            return "model"
+        return "_".join(axis for axis in (*axes, *sorted({*names} - {*axes})) if axis in names)
 
     def collectives(self) -> dict[str, int]:
         """The number of collectives that this rank has entered in each of its groups, except pipe groups: those send and receive.
         Any thread may call it."""
         grid = self.placement.grid
-        used = [*map(grid.summed, SUMS), *((axis.name,) for axis in grid.axes if axis.splits == TOKENS)]
+        used = [*map(grid.summed, SUMS), *((axis.name,) for axis in grid.axes if axis.splits in (TOKENS, EXPERTS))]
         device = torch.device(self.device_mesh.device_type)
         entered = {}
         for names in dict.fromkeys(used):

@@ -19,7 +19,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -45,7 +46,7 @@ from asyncrl.architectures.states import modules_with_state
 from asyncrl.architectures.towers import drop_towers
 from asyncrl.config.schema import ConfigError, LoraConfig
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
-from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
+from asyncrl.dataflow.axes import MATRICES, PARTIALS
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.row_ranks import RowRanks
@@ -674,16 +675,14 @@ def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
 
 
 def apply_data_parallel(
-    modules: nn.Module | list[nn.Module],
-    mesh: ModelMesh,
-    dtype: torch.dtype | None,
-    *,
-    others: Collection[nn.Parameter] = (),
+    modules: nn.Module | list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, *, casts_inputs: bool = True
 ) -> None:
-    """Apply fully_shard with summed gradients. dtype: of the computation; None: that of the parameters. others: parameters that
-    stay as they are."""
-    policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    fully_shard(modules, mesh=mesh.submesh(GRADIENTS), mp_policy=policy, ignored_params=set(others) or None)
+    """Apply fully_shard with summed gradients. mesh: of the ranks that sum them. dtype: of the computation; None: that of the
+    parameters."""
+    policy = MixedPrecisionPolicy(cast_forward_inputs=casts_inputs)
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=casts_inputs)
+    fully_shard(modules, mesh=mesh, mp_policy=policy)
     first = modules[0] if isinstance(modules, list) else modules
     assert isinstance(first, FSDPModule)
     # Losses are already divided by the global denominator. A plain sum is also the only reduction that gloo supports.

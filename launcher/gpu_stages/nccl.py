@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.axes import GRADIENTS, ParallelGrid
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.generation.transformers import TransformersEngine
@@ -64,8 +64,8 @@ def fsdp(bench: Bench) -> Iterator[Row]:
     whole = random_weights(bench.device).load_whole(path, "lm", load_config(path, "lm"), torch.float32)
     sharded = copy.deepcopy(whole)
     for unit in shard_units(sharded):
-        apply_data_parallel(unit, mesh, torch.bfloat16)
-    apply_data_parallel(sharded, mesh, torch.bfloat16)
+        apply_data_parallel(unit, mesh.submesh(GRADIENTS), torch.bfloat16)
+    apply_data_parallel(sharded, mesh.submesh(GRADIENTS), torch.bfloat16)
     ids = torch.randint(whole.config.vocab_size, (1, bench.size(4096, 32)), device=bench.device)
     seconds = {}
     for name, model, autocast in (("autocast", whole, True), ("FSDP", sharded, False)):

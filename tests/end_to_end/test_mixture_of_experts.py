@@ -17,7 +17,7 @@ from tests.support.replays import final_weights
 pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 STEPS, BATCH, LIMIT_S = 8, 8, 400.0
-SPLIT = ("allocation=transformers.d2+d2", "train.split_experts=on")
+SPLIT = "allocation=transformers.d2+d2e2"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_two_servers_return_the_experts_that_two_ranks_replay(config: Path, tmp_path: Path) -> None:
-    settings = [*SPLIT, "train.routes=replay", "manager.max_head_offpolicyness=0", f"train.batch_size={BATCH}"]
+    settings = [SPLIT, "train.routes=replay", "manager.max_head_offpolicyness=0", f"train.batch_size={BATCH}"]
     with launch(config, *settings, f"train.max_steps={STEPS // 2}", f"fileroot={tmp_path}") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert_nothing_left(run.run_dir)
@@ -57,12 +57,12 @@ def test_a_killed_run_of_split_experts_goes_on_in_one_rank(config: Path, tmp_pat
     with launch(config, *exact, "allocation=transformers.d1+d1", "trial=whole") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         expected = final_weights(run.run_dir)
-    with gate.shut(STEPS - 1), launch(config, *exact, *SPLIT, "trial=killed") as run:
+    with gate.shut(STEPS - 1), launch(config, *exact, SPLIT, "trial=killed") as run:
         run.wait_until(lambda: len(list_checkpoints(run.run_dir)) >= 2, "the second checkpoint", LIMIT_S)
         kill_everything(run)
         killed = run.run_dir
     assert not (killed / "summary.json").exists()
-    with resumed(killed, "allocation=transformers.d1+d1", "train.split_experts=off") as run:
+    with resumed(killed, "allocation=transformers.d1+d1") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert "going on from step" in run.output()
     found = final_weights(killed)

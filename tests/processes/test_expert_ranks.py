@@ -1,4 +1,4 @@
-"""Mixtures of experts on several data ranks: gathered by FSDP, or split (train.split_experts). Each updates as one rank does."""
+"""Mixtures of experts on several ranks: gathered by FSDP, or split (`e` in a grid). Each layout updates as one rank does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from test_parallel_engine import (
+    EXPERT_GRIDS,
     LENGTHS,
     MICRO,
     TRAIN,
@@ -45,6 +46,7 @@ VARIANTS: dict[str, TrainConfig] = {
     "whole": TRAIN,
     "micro-batches": MICRO,
     "checkpointing": replace(MICRO, gradient_checkpointing=True),
+    "critic": MICRO,
 }
 
 
@@ -64,27 +66,35 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: str(folder / family) for family in FAMILIES}
 
 
-def split(train: TrainConfig) -> TrainConfig:
-    return replace(train, split_experts="on")
+QUICK = [("qwen3_moe", grid) for grid in ("d2", "d2e2", "d4e2", "d2c2e2")] + [(name, "d4e2") for name in FAMILIES[1:]]
+RARE = [("qwen3_moe", grid) for grid in ("d4", "c2", "p2", *EXPERT_GRIDS) if ("qwen3_moe", grid) not in QUICK]
+RARE += [(family, grid) for family in FAMILIES[1:] for grid in ("d4", "d4e4", "d4e2", "c2e2", "d2p2e2")]
 
 
-@pytest.mark.parametrize("grid", ["d2", "d4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_data_ranks_of_a_mixture_of_experts_give_the_same_update(
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.release) for case in RARE if case[1] != "d3e3")],
+)
+def test_a_mixture_of_experts_gives_the_same_update_in_every_layout(
     ranks: RankProcesses, paths: dict[str, str], family: str, grid: str
 ) -> None:
-    """FSDP, and split experts: d2e2 and d4e4 in the words of other systems. With d4 some ranks have few tokens for some experts."""
+    """Experts that FSDP gathers, and split ones. With four parts some ranks have few tokens for some experts."""
     names = list(VARIANTS) if family == "qwen3_moe" else ["micro-batches"]
-    cells = [Cell(paths[family], train=how(VARIANTS[name])) for name in names for how in (lambda train: train, split)]
-    expected = {name: run_cell(0, "", Cell(paths[family], train=VARIANTS[name])) for name in names}
-    for number, outcomes in enumerate(run(ranks, grid, cells)):
-        assert_same_outcome(outcomes, expected[names[number // 2]], grid)
+    cells = [cell_of(paths[family], name) for name in names]
+    expected = [run_cell(0, "", cell) for cell in cells]
+    for outcomes, one in zip(run(ranks, grid, cells), expected, strict=True):
+        assert_same_outcome(outcomes, one, grid)
 
 
-def test_fewer_sequences_than_ranks(ranks: RankProcesses, paths: dict[str, str]) -> None:
-    cell = Cell(paths["qwen3_moe"], train=split(TRAIN), lengths=(29,))
-    (outcomes,) = run(ranks, "d4", [cell])
-    assert_same_outcome(outcomes, run_cell(0, "", replace(cell, train=TRAIN)), "d4")
+def cell_of(path: str, name: str) -> Cell:
+    return Cell(path, kind="value" if name == "critic" else "lm", train=VARIANTS[name])
+
+
+@pytest.mark.parametrize("grid", ["d4e4", "d4e2"])
+def test_fewer_sequences_than_ranks(ranks: RankProcesses, paths: dict[str, str], grid: str) -> None:
+    cell = Cell(paths["qwen3_moe"], lengths=(29,))
+    (outcomes,) = run(ranks, grid, [cell])
+    assert_same_outcome(outcomes, run_cell(0, "", cell), grid)
 
 
 def replayed(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -110,8 +120,8 @@ def test_replayed_experts_give_the_same_update(ranks: RankProcesses, paths: dict
     stats, parameters = replayed(0, "", paths["qwen3_moe"], train)
     own = run_cell(0, "", Cell(paths["qwen3_moe"], train=train))
     assert any(not np.allclose(parameters[name], own.parameters[name], atol=1e-5) for name in parameters)
-    for how in (train, split(train)):
-        for found, weights in ranks.run(replayed, "d2", paths["qwen3_moe"], how, num_ranks=2):
+    for grid in ("d2", "d2e2"):
+        for found, weights in ranks.run(replayed, grid, paths["qwen3_moe"], train, num_ranks=2):
             assert found == pytest.approx(stats, rel=1e-5, abs=1e-7)
             for name, value in weights.items():
                 np.testing.assert_allclose(value, parameters[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -152,7 +162,7 @@ def held(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str,
 
 def test_a_rank_loads_and_keeps_its_experts_only(ranks: RankProcesses, paths: dict[str, str]) -> None:
     ranks.run(make_meshes)
-    found = ranks.run(held, "d2", paths["qwen3_moe"], split(TRAIN), num_ranks=2)
+    found = ranks.run(held, "d2e2", paths["qwen3_moe"], TRAIN, num_ranks=2)
     for rank, (boxes, _) in enumerate(found):
         assert len(boxes) == 4  # two layers, two parameters
         assert all(start == (2 * rank, 0, 0) and size[0] == 2 for start, size in boxes.values())
@@ -180,8 +190,8 @@ def test_the_shares_of_all_ranks_are_the_checkpoint(ranks: RankProcesses, paths:
     """Experts are exported under the names of the checkpoint, each by a rank that holds it."""
     ranks.run(make_meshes)
     expected = load_file(Path(paths[family]) / "model.safetensors")
-    for grid, train in (("d2", TRAIN), ("d2r2", TRAIN), ("d2", split(TRAIN)), ("d4", split(TRAIN))):
-        shares = ranks.run(share, grid, paths[family], train, num_ranks=ParallelGrid.parse(grid).size)
+    for grid in ("d2", "d2r2", "d2e2", "d4e4", "d4e2", "d2c2e2", "d2r2e2", "d2p2e2"):
+        shares = ranks.run(share, grid, paths[family], TRAIN, num_ranks=ParallelGrid.parse(grid).size)
         found = {name: tensor for each in shares for name, tensor in each.items()}
         assert sum(map(len, shares)) == len(found)
         assert found.keys() == expected.keys()
@@ -192,15 +202,15 @@ def test_the_shares_of_all_ranks_are_the_checkpoint(ranks: RankProcesses, paths:
 def test_every_layout_loads_the_same_weights(ranks: RankProcesses, paths: dict[str, str], family: str) -> None:
     ranks.run(make_meshes)
     expected = exported(0, "", paths[family], TRAIN)
-    for grid, train in (("d2", TRAIN), ("d2", split(TRAIN)), ("d4", split(TRAIN))):
-        for found in ranks.run(exported, grid, paths[family], train, num_ranks=ParallelGrid.parse(grid).size):
+    for grid in ("d2", "d2e2", "d4e4", "d4e2", "d2c2e2", "d2r2e2"):
+        for found in ranks.run(exported, grid, paths[family], TRAIN, num_ranks=ParallelGrid.parse(grid).size):
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], expected[name]) for name in found)
 
 
 def refusal(rank: int, grid: str, path: str) -> str:
     try:
-        make_engine(grid, path, train=split(TRAIN))
+        make_engine(grid, path)
     except ConfigError as error:
         return str(error)
     return ""
@@ -211,16 +221,16 @@ def test_what_cannot_be_split_is_refused(ranks: RankProcesses, paths: dict[str, 
     make_family(tmp_path / "llama", "llama")
     make_family(tmp_path / "three", "qwen3_moe", num_experts=3)
     for grid, path, why in (
-        ("d2", str(tmp_path / "llama"), "has no experts"),
-        ("d2", str(tmp_path / "three"), "has 3 experts, which d2 does not divide"),
-        ("d2r2", paths["qwen3_moe"], "only split over data ranks"),
+        ("d2e2", str(tmp_path / "llama"), "has no experts; leave e out"),
+        ("d2e2", str(tmp_path / "three"), "e2 does not divide 3 experts"),
+        ("m2", paths["qwen3_moe"], "not supported; use m1"),
     ):
         size = ParallelGrid.parse(grid).size
         assert all(why in text for text in ranks.run(refusal, grid, path, num_ranks=size))
     config = {"num_experts": 6, "num_hidden_layers": 2, "num_attention_heads": 4}
-    assert problem_of_grid(ParallelGrid.parse("d4"), config) == ""
-    assert problem_of_grid(ParallelGrid.parse("d3"), config, split_experts=True) == ""
-    for grid in ("d4", "d2r2"):
-        assert "train.split_experts=on" in problem_of_grid(ParallelGrid.parse(grid), config, split_experts=True)
-    for grid in ("m2", "p2", "d2p2"):
-        assert "can only have data ranks" in problem_of_grid(ParallelGrid.parse(grid), config)
+    for grid in ("d4", "d3e3", "d4e2", "d2c2e2", "d2p2e2", "d2r2e2"):
+        assert problem_of_grid(ParallelGrid.parse(grid), config) == ""
+    assert problem_of_grid(ParallelGrid.parse("d4e4"), config) == "e4 does not divide 6 experts: use e2"
+    for grid in ("m2", "d2m2e2"):
+        assert "tensor ranks do not split a mixture of experts" in problem_of_grid(ParallelGrid.parse(grid), config)
+    assert "no experts that e could split" in problem_of_grid(ParallelGrid.parse("d2e2"), {"num_hidden_layers": 2})

@@ -43,6 +43,18 @@ GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2", "d2r2",
 RARE_GRIDS = ("r2", "d2m2r2", "d2p2r2", "c4", "d2p2c2", "d2c2r2", "p2c2m2")
 ALL_GRIDS = (*GRIDS, *(pytest.param(grid, marks=pytest.mark.release) for grid in RARE_GRIDS))
 OTHER_GRIDS = ("p3", "m4", "p4", "c3", "c8")
+EXPERT_GRIDS = (
+    "d2e2",
+    "d4e2",
+    "d4e4",
+    "c2e2",
+    "d2c2e2",
+    "d2c2e4",
+    "d2r2e2",
+    "d4r2e2",
+    "d2p2e2",
+    "d3e3",
+)  # test_expert_ranks.py
 # eps: a gradient that is zero except for rounding (of the key projection's bias) must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
 TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
@@ -119,7 +131,7 @@ class Loss:
 def meshes(_world: int) -> dict[str, ModelMesh | None]:
     placements = [
         ModelPlacement(text, grid := ParallelGrid.parse(text), tuple(range(grid.size)))
-        for text in (*GRIDS, *RARE_GRIDS, *OTHER_GRIDS)
+        for text in (*GRIDS, *RARE_GRIDS, *OTHER_GRIDS, *EXPERT_GRIDS)
     ]
     return {placement.name: ModelMesh.make(placement, "cpu") for placement in placements}
 

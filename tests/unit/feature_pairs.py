@@ -202,7 +202,6 @@ LEFT_OUT = {
         **dict.fromkeys(["batch_size", "num_epochs", "max_steps", "target_reward"], "which groups, how many steps"),
         **dict.fromkeys(["total_steps", "optimizer"], "of the optimizer, in each run here"),
         "mismatch": "a check that reads logprobs",
-        "split_experts": "each model has one rank; tests/processes/test_expert_ranks.py has several",
         "routes": "the model of these runs is dense; tests/processes/test_router_replay.py has a mixture of experts",
         "tf32": "arithmetic of a GPU",
         "lora": "which parameters are trained: compared with peft in tests/processes/test_lora.py; dataflow/lora_checks.py refuses "

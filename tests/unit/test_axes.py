@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.dataflow.axes import (
     AXES,
+    EXPERTS,
     GRADIENTS,
     LAYERS,
     LOSSES,
@@ -27,7 +28,7 @@ from asyncrl.dataflow.axes import (
     ParallelGrid,
 )
 from asyncrl.dataflow.topology import ModelPlacement, training_topology
-from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.mesh import PEERS, ModelMesh
 from tests.support.decisions import PACKAGE
 
 WITH_SLICE = (*AXES, SLICE)
@@ -137,6 +138,56 @@ def test_weights_are_split_along_one_dim_of_the_mesh(fake_world: int) -> None:
         assert (grid.num_shards, grid.num_copies) == (dims[-1], dims[0] if len(dims) > 1 else 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "experts", "same"),
+    [
+        ("d4p3m2e2", [(0, 2), (4, 6)], [(0, 4), (2, 6)]),
+        ("d4p3m2e4", [(0, 2, 4, 6)], [(0,), (2,), (4,), (6,)]),
+        ("d2c2p3m2e2", [(0, 2), (4, 6)], [(0, 4), (2, 6)]),
+        ("d2r2p3m2e2", [(0, 2), (4, 6)], [(0, 4), (2, 6)]),
+    ],
+)
+def test_neighbours_among_the_ranks_of_a_copy_share_out_the_experts(
+    fake_world: int, text: str, experts: list[tuple[int, ...]], same: list[tuple[int, ...]]
+) -> None:
+    """Whatever the axes of the copy are. Gradients of an expert are summed over all ranks that have it. experts, same: ranks of the
+    first stage with the first part of the matrices; the world's rank is the second part of one of them."""
+    grid = ParallelGrid.parse(text)
+    mesh = ModelMesh.make(ModelPlacement("actor", grid, tuple(range(24))), "cpu")
+    assert mesh is not None
+    between, copies = mesh.submesh_of_parts(EXPERTS)
+    found = dist.get_process_group_ranks(mesh.group_that_splits(EXPERTS))
+    assert tuple(rank - 1 for rank in found) in experts
+    assert between.get_group() is mesh.group_that_splits(EXPERTS)
+    assert mesh.parts[EXPERTS] == found.index(fake_world)
+    assert tuple(rank - 1 for rank in copies.mesh.flatten().tolist()) in same
+    assert copies.ndim == 1 + (grid.num_copies > 1)
+    assert mesh.label({"expert"}) == "expert"
+    assert mesh.label({PEERS}) == PEERS
+    assert mesh.submesh(GRADIENTS).size() == 4
+
+
+def test_expert_ranks_are_ranks_that_exist() -> None:
+    grid = ParallelGrid.parse("d4c2e8")
+    assert (str(grid), grid.size, grid.num_replicas, grid.replica_size, grid.parts(EXPERTS)) == (
+        "d4p1m1c2e8",
+        8,
+        4,
+        2,
+        8,
+    )
+    assert grid.only(SAMPLES, TOKENS) == ParallelGrid.parse("d4c2")
+    assert ParallelGrid.parse("d4e1") == ParallelGrid.parse("d4")
+    assert [str(ModelPlacement("a", ParallelGrid.parse("d2e2"), (0, 1)).shards[1])] == ["a:d1p0m0"]
+    with pytest.raises(ValueError, match=r"'d4m2e8': e8 .* among the 4 that share out a copy .* use e1, e2, e4"):
+        ParallelGrid.parse("d4m2e8")
+    grids = [str(grid) for grid in ParallelGrid.of_size(4, TABLE)]
+    assert len({*grids}) == len(grids)
+    assert {"d4p1m1e2", "d4p1m1e4", "d2p1m1c2e4", "d2p1m1r2e2"} <= {*grids}
+    assert not {"d2p1m1r2e4", "d1p2m2e2"} & {*grids}
+    assert all(ParallelGrid.parse(text).size == 4 for text in grids)
+
+
 def test_only_a_grid_with_several_ranks_along_an_optional_axis_has_it() -> None:
     assert ParallelGrid.parse("d2c1r1") == ParallelGrid.parse("d2")
     assert str(ParallelGrid.parse("r2c4")) == "d1p1m1c4r2"
@@ -147,7 +198,7 @@ def test_only_a_grid_with_several_ranks_along_an_optional_axis_has_it() -> None:
     assert (grid.num_replicas, grid.replica_size) == (2, 8)
 
 
-NAMES = {"data", "pipe", "tensor", "context", "copy"}
+NAMES = {"data", "pipe", "tensor", "context", "copy", "expert"}
 OWNERS = {"grid", "mesh", "placement", "generation", "shard", "topology", "at", "servers"}
 MAKERS = {"ParallelGrid", "get_rank", "group", "groups", "device_mesh", "worker_of"}
 

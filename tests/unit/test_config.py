@@ -829,19 +829,21 @@ def test_preflight_refuses_a_reference_that_does_not_fit(runnable, changes, mess
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_preflight_refuses_a_mixture_of_experts_on_other_ranks_than_data_ranks(runnable, field):
+def test_preflight_refuses_layouts_that_a_mixture_of_experts_cannot_have(runnable, field):
     file = runnable.parent / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: 8}))
-    for grid in ("d1p1m2", "d1p2m1"):
-        allocation = [f"allocation=transformers.d1p1m1+{grid}"]
-        with pytest.raises(
-            ConfigError, match=f"actor has the grid {grid}, and config.json has {field}=8: .* use d alone"
-        ):
-            preflight(load_experiment(runnable, allocation))
-    assert preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d2p1m1"])) == 64
-    split = ["train.split_experts=on", "allocation=transformers.d1p1m1+d3p1m1"]
-    with pytest.raises(ConfigError, match=r"train.split_experts=on divides 8 experts among 3 data ranks"):
-        preflight(load_experiment(runnable, split))
+    allocation = "allocation=transformers.d1p1m1+"
+    with pytest.raises(ConfigError, match=f"actor has the grid d1p1m2, and config.json has {field}=8: .* use m1"):
+        preflight(load_experiment(runnable, [f"{allocation}d1p1m2"]))
+    for grid in ("d2p1m1", "d1p2m1", "d4e2"):
+        assert preflight(load_experiment(runnable, [f"{allocation}{grid}"])) == 64
+    with pytest.raises(ConfigError, match=r"the grid d6p1m1e3, and e3 does not divide 8 experts: use e2"):
+        preflight(load_experiment(runnable, [f"{allocation}d6e3"]))
+
+
+def test_preflight_refuses_to_split_the_experts_of_a_dense_model(runnable):
+    with pytest.raises(ConfigError, match=r"the grid d2p1m1e2, and config.json has no experts .*: leave e out"):
+        preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d2e2"]))
 
 
 def test_preflight_reads_reward_files_without_running_them(runnable):
@@ -930,8 +932,7 @@ def test_messages_and_reference_list_the_words_of_a_field_in_any_section(config_
             load_experiment(config_file, [f"{path}={written}"])
 
 
-@pytest.mark.parametrize(("field", "value"), [("routes", "replay"), ("split_experts", "on")])
-def test_experts_are_not_combined_with_adapters(config_file, field, value):
-    load_experiment(config_file, [f"train.{field}={value}"])
-    with pytest.raises(ConfigError, match=rf"train.{field}='?{value}.*train.lora"):
-        load_experiment(config_file, [f"train.{field}={value}", "train.lora={rank: 4}"])
+def test_routes_are_not_combined_with_adapters(config_file):
+    load_experiment(config_file, ["train.routes=replay"])
+    with pytest.raises(ConfigError, match=r"train.routes='?replay.*train.lora"):
+        load_experiment(config_file, ["train.routes=replay", "train.lora={rank: 4}"])

@@ -124,13 +124,12 @@ def _check_reads_tokens(field: str, path: str, tokenizer_path: str, model: Mappi
 
 def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> Iterator[ConfigError]:
     """Check that each model can be split into the pipeline stages, tensor parallel and context ranks of its grid in the allocation,
-    and that a mixture of experts has only data ranks."""
+    and that a mixture of experts has no tensor parallel ranks."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
         if placement.grid.on_cpu:
             continue
-        model, split_experts = models.get(placement.role, models[ACTOR]), config.train.split_experts == "on"
-        if problem := problem_of_grid(placement.grid, model, split_experts=split_experts):
+        if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
             where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
             yield ConfigError(f"{where}, and {problem}")
 
