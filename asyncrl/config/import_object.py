@@ -15,6 +15,18 @@ from typing import Any
 
 from asyncrl.config.errors import ConfigError
 
+# Adapters that a config names in short, `name:what it adapts`: their classes, and the arguments that take the latter
+ADAPTERS = {"command": ("asyncrl.rollout.command_agent:CommandAgent", "command")}
+
+
+def adapted(spec: str) -> tuple[str, dict[str, str]]:
+    """Return the import path of a task's agent or env, and the argument that the spec gives to the class if it names an adapter."""
+    name, _, what = spec.partition(":")
+    if name not in ADAPTERS:
+        return spec, {}
+    path, argument = ADAPTERS[name]
+    return path, {argument: what}
+
 
 def import_object(spec: str, what: str) -> Any:
     """Return the named object. Raises ConfigError that says which part of the path is wrong. Errors raised by the user's module

@@ -26,6 +26,8 @@ REMEDIES = {
     "agent_declined": "have the agent return a trajectory",
     "agent_error": "fix the agent or environment",
     "agent_hangs": "let agents end when they are cancelled: do not catch asyncio.CancelledError",
+    "agent_output": "let the agent's program write less, or raise agent_args.output_bytes",
+    "agent_timeout": "find out what the agent's program waits for, or raise agent_args.limit_s",
     "bad_logprobs": "see the generation servers' logs: overflowing weights or activations cause such values (try "
     "generation.dtype=bfloat16 or float32)",
     "bad_tokens": "check that tokenizer and model belong together",

@@ -10,7 +10,8 @@ the other judges go on. A process that a judge leaves behind, whatever its sessi
 and, when the guard has ended, of the nursery, which kills it. The warden runs no user code. It kills all descendants when the
 nursery or the worker has ended. If the warden is killed, the nursery kills them. Calls from the worker are pickled. Answers are
 JSON, because the worker must not unpickle data from a process that runs user code. The program is started as a file, so until the
-worker has sent its sys.path, it imports only the standard library.
+worker has sent its sys.path, it imports only the standard library. The program of an agent's command (rollout/command_main.py) ends
+its descendants with the same functions.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ _OOM_SCORE = "1000"  # if the machine runs out of memory, the kernel kills judge
 
 def main() -> None:
     """Run the warden, and the nursery as its child. Both end, with all descendants, when the worker closes its socket or ends."""
-    signal.signal(signal.SIGTERM, _end_all)
+    signal.signal(signal.SIGTERM, end_all)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    _on_parents_death(signal.SIGTERM)
-    _adopt_orphans()
+    on_parents_death(signal.SIGTERM)
+    adopt_orphans()
     nursery = os.fork()
     if nursery == 0:
         _be_nursery(socket.socket(fileno=int(sys.argv[1])))
     os.close(int(sys.argv[1]))
-    status = _wait_for(nursery)
-    _kill_children()
-    _end_as(status)
+    status = wait_for(nursery)
+    kill_children()
+    end_as(status)
 
 
 def _be_nursery(control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends this process while the user's module is imported
-    _on_parents_death(signal.SIGTERM)
-    _adopt_orphans()
+    on_parents_death(signal.SIGTERM)
+    adopt_orphans()
     hello = json.loads(control.recv(_MAX_MESSAGE))
     sys.path[:] = hello["sys_path"]
     for stream in (sys.stdout, sys.stderr):
@@ -75,7 +76,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
     control.send(json.dumps({"ready": [function.is_async, list(function.arguments)]}).encode())
     judges: set[int] = set()
     helpers = frozenset(_children())  # processes that the user's module has started during its import; they are kept
-    signal.signal(signal.SIGTERM, _end_all)
+    signal.signal(signal.SIGTERM, end_all)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -88,7 +89,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
                     if pid not in judges and pid not in helpers:  # an orphan: its judge and its guard have ended
                         _kill(pid)
             elif not _carry_out(control, judges, function, hello["memory_bytes"]):
-                _end_all()
+                end_all()
 
 
 def _load(spec: str, control: socket.socket) -> Any:
@@ -170,7 +171,7 @@ def _kill(pid: int) -> None:
             continue
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Become the parent of orphaned descendants (subreaper)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -187,7 +188,7 @@ def _children() -> list[int]:
     return found
 
 
-def _kill_children() -> None:
+def kill_children() -> None:
     """Kill and reap all descendants: children of a killed child become children of this process. Takes up to _KILL_LIMIT_S."""
     deadline = time.monotonic() + _KILL_LIMIT_S
     while time.monotonic() < deadline:
@@ -201,13 +202,13 @@ def _kill_children() -> None:
         time.sleep(_KILL_TURN_S)
 
 
-def _end_all(*_: Any) -> NoReturn:
+def end_all(*_: Any) -> NoReturn:
     """End this process and all its descendants."""
-    _kill_children()
+    kill_children()
     os._exit(0)
 
 
-def _wait_for(child: int) -> int:
+def wait_for(child: int) -> int:
     """Wait for a child and return its wait status. Reaps adopted processes meanwhile."""
     while True:
         pid, status = os.waitpid(-1, 0)
@@ -215,7 +216,7 @@ def _wait_for(child: int) -> int:
             return status
 
 
-def _end_as(status: int) -> NoReturn:
+def end_as(status: int) -> NoReturn:
     """End this process with the same exit code or signal as the given wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
@@ -230,8 +231,8 @@ def _end_as(status: int) -> NoReturn:
 
 def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
     """Start a judge in a new session. When the judge ends, end this guard with the same exit code or signal."""
-    _on_parents_death(signal.SIGKILL)
-    _adopt_orphans()
+    on_parents_death(signal.SIGKILL)
+    adopt_orphans()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -241,12 +242,12 @@ def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
     if judge == 0:
         _be_judge(socket.socket(fileno=connection), function, memory_bytes)
     os.close(connection)
-    _end_as(_wait_for(judge))
+    end_as(wait_for(judge))
 
 
 def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> NoReturn:
     """Answer calls, until the worker closes its end or the function ends this process."""
-    _on_parents_death(signal.SIGKILL)
+    on_parents_death(signal.SIGKILL)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
@@ -323,7 +324,7 @@ def _frame(content: bytes) -> bytes:
     return len(content).to_bytes(_LENGTH_BYTES, "little") + content
 
 
-def _on_parents_death(number: int) -> None:
+def on_parents_death(number: int) -> None:
     """Ask the kernel to send this process a signal when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

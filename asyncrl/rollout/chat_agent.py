@@ -72,6 +72,7 @@ class ChatSession:
 class ChatAgent(ABC):
     """Subclasses implement `chat`. They take tokenizer, sampling, group_size and the task's agent_args by keyword."""
 
+    judges_itself = True  # whether `chat` may return the reward; else the task needs a reward or an env
     tool_call_tag = TAG  # start of a tool call; streams withhold text from there on
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.config.import_object import import_object
+from asyncrl.config.import_object import adapted, import_object
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, EvalSetConfig, RolloutConfig, SamplingConfig, TaskConfig, eval_sampling
 from asyncrl.data.prompts import Prompt, PromptError
@@ -65,10 +65,10 @@ class Task:
         """sets: of evaluations, by name."""
         self.name = name
         self.task_id = task_id
-        self._config = config
         self._reward = Reward.of(config.reward, rollout, services) if config.reward else None
         field = f"rollout.tasks.{name}"
-        agent_class, self._env_class = load_class(field, config, "agent"), load_class(field, config, "env")
+        agent_class, agent_args = load_class(field, config, "agent")
+        self._env_class, self._env_args = load_class(field, config, "env")
         if not (config.reward or config.env):  # the agent judges itself
             self._env_class = UnjudgedEnv
         modes: dict[tuple[str, str], tuple[SamplingConfig, int]] = {("", TRAIN): (rollout.sampling, rollout.group_size)}
@@ -77,7 +77,7 @@ class Task:
 
         def make(sampling: SamplingConfig, group_size: int) -> Agent | ChatAgent:
             made: Agent | ChatAgent = agent_class(
-                tokenizer=tokenizer, sampling=sampling, group_size=group_size, **config.agent_args
+                tokenizer=tokenizer, sampling=sampling, group_size=group_size, **agent_args
             )
             return made
 
@@ -104,7 +104,7 @@ class Task:
 
     def make_env(self, prompt: Prompt) -> Env:
         """A fresh environment for one prompt."""
-        env: Env = self._env_class(prompt=prompt, reward=self._reward, **self._config.env_args)
+        env: Env = self._env_class(prompt=prompt, reward=self._reward, **self._env_args)
         return env
 
 
@@ -150,24 +150,27 @@ def check_class(field: str, settings: Mapping[str, Any], kind: Kind) -> float:
     return 1.0
 
 
-def load_class(field: str, task: TaskConfig, kind: Kind) -> type:
-    """Import a task's agent or env, and check that it takes the task's arguments. field: rollout.tasks.<name>.
+def load_class(field: str, task: TaskConfig, kind: Kind) -> tuple[type, dict[str, Any]]:
+    """Import a task's agent or env, and check that it takes the task's arguments, which are returned too. field:
+    rollout.tasks.<name>.
 
     Raises ConfigError with field, value and remedy, or the error of the user's module.
     """
     bases, default, own = _CLASSES[kind]
     spec, given = (task.agent, task.agent_args) if kind == "agent" else (task.env, task.env_args)
-    found = import_object(spec, f"{field}.{kind}") if spec else default
+    path, arguments = adapted(spec)
+    found = import_object(path, f"{field}.{kind}") if spec else default
     if not (inspect.isclass(found) and issubclass(found, bases)):
         wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
         raise ConfigError(f"{field}.{kind} {spec!r} is {found!r}; it must be a subclass of {wanted}")
-    if kind == "agent" and not (task.reward or task.env or issubclass(found, ChatAgent)):
+    if kind == "agent" and not (task.reward or task.env or getattr(found, "judges_itself", False)):
         raise ConfigError(
-            f"{field}.agent={spec!r}: {found.__name__} needs {field}.reward or {field}.env; only a ChatAgent may compute its "
-            "own rewards"
+            f"{field}.agent={spec!r}: {found.__name__} needs {field}.reward or {field}.env; only `chat` of a ChatAgent "
+            "may return rewards"
         )
-    _check_arguments(found, f"{field}.{kind}_args", given, own)
-    return found
+    arguments |= given
+    _check_arguments(found, f"{field}.{kind}_args", arguments, own)
+    return found, arguments
 
 
 def _check_arguments(found: type, field: str, given: Mapping[str, Any], own: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,21 @@ class Planner(ChatAgent):
 """
 
 
+# Asks twice, the second time with the first answer's conversation as the policy's tokens have it
+PROGRAM = r"""
+import json, os, sys, urllib.request
+
+def ask(messages):
+    body = json.dumps({"messages": messages, "max_tokens": 12}).encode()
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    with urllib.request.urlopen(asked) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+question = {"role": "user", "content": json.load(sys.stdin)["text"]}
+ask([question, ask([question]), {"role": "user", "content": "again"}])
+"""
+
+
 def num_answers(mask_T: np.ndarray) -> int:
     """Stretches of sampled tokens."""
     return int(np.count_nonzero(np.diff(np.r_[0, mask_T.astype(np.int8)]) == 1))
@@ -99,4 +115,31 @@ def test_branches_and_sub_agents_are_trained_through_kills(tmp_path: Path) -> No
         assert largest_difference(weights, final_weights(apart.run_dir)) < 1e-5
         assert largest_difference(weights, load_file(tmp_path / "chat" / "model.safetensors")) > 1e-3
         check_versions_of_tokens(recorded, apart.run_dir)
+    assert_nothing_left(run.run_dir)
+
+
+def test_a_program_is_trained(tmp_path: Path) -> None:
+    """A shell script starts a program for each member of a group. Each trajectory has its two answers."""
+    config = make_tiny_run(tmp_path / "tiny")
+    make_tiny_model(
+        tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
+    )
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    script = tmp_path / "agent.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} -S {tmp_path}/agent.py\n")
+    script.chmod(0o755)
+    settings = [
+        *AHEAD,
+        f"model_path={tmp_path / 'chat'}",
+        f"rollout.tasks.default.agent=command:{script}",
+        f"rollout.group_size={GROUP}",
+        "rollout.sampling.max_new_tokens=12",
+    ]
+    with launch(config, *settings, "train.max_steps=3") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, 3)
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    answers = [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
+    assert answers == [2] * (3 * BATCH * GROUP)
     assert_nothing_left(run.run_dir)

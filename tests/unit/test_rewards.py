@@ -414,7 +414,7 @@ def start_time(pid):
         return "it has ended"
 
 told, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-judge_main._adopt_orphans()
+judge_main.adopt_orphans()
 told_by_judge, tell = os.pipe()
 judge = os.fork()
 if judge == 0:

@@ -11,6 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config.engines import traits_of
+from asyncrl.config.import_object import adapted
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
@@ -207,7 +208,7 @@ def _check_tasks(case: Case) -> Iterator[ConfigError]:
     for name, task in case.config.rollout.tasks.items():
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
             try:
-                _check_spec(f"rollout.tasks.{name}.{kind}", spec)
+                _check_spec(f"rollout.tasks.{name}.{kind}", adapted(spec)[0])
             except ConfigError as error:
                 yield error
 
