@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (  # ChatML, with tool calls in the format of Qwen and Hermes
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_moe")
 
 
 def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -105,6 +105,8 @@ def make_tiny_model(
         more = {f"linear_{part}_head_dim": width for part in ("key", "value")}
         more |= {"linear_num_key_heads": num_kv_heads, "linear_num_value_heads": num_heads}
         more |= {"layer_types": [kinds[layer % 2] for layer in range(num_layers)], "pad_token_id": None}
+    if architecture == "qwen3_moe":  # two of eight experts compute as much as a dense layer
+        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": intermediate_size // 2}
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),

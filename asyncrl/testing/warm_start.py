@@ -63,20 +63,25 @@ class Completion:
 def main(
     make_recipe: Callable[[np.random.Generator], Recipe], description: str, *, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """`make.py --out DIR [--seed N]`: write DIR/data/{train,eval}.jsonl and DIR/model, and print the model's rewards."""
+    """`make.py --out DIR [--seed N] [--architecture NAME]`: write DIR/data/{train,eval}.jsonl and DIR/model, and print the model's
+    rewards."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="directory to write model/ and data/ into")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--architecture", default="qwen2", help="of the model: a name in ARCHITECTURES of asyncrl.testing.tiny"
+    )
     arguments = parser.parse_args()
     started = clock.monotonic()
-    sampled, greedy = make(make_recipe(np.random.default_rng(arguments.seed)), arguments.out, seed=arguments.seed)
+    recipe = make_recipe(np.random.default_rng(arguments.seed))
+    sampled, greedy = make(recipe, arguments.out, seed=arguments.seed, architecture=arguments.architecture)
     print(
         f"{arguments.out / 'model'}: sampled reward {sampled:.3f}, greedy reward {greedy:.3f} "
         f"({clock.monotonic() - started:.0f} s)"
     )
 
 
-def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
+def make(recipe: Recipe, out: Path, *, seed: int = 1, architecture: str = "qwen2") -> tuple[float, float]:
     """Write data and model of a recipe. Return the mean sampled and greedy reward on the evaluation prompts."""
     with StepProgress(f"{recipe.name}: importing torch and transformers"):
         import transformers  # noqa: F401  # takes seconds
@@ -86,7 +91,7 @@ def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
     for split, pairs in (("train", recipe.train), ("eval", recipe.evaluation)):
         write_lines(out / "data" / f"{split}.jsonl", ({"prompt": prompt, "answer": answer} for prompt, answer in pairs))
     tokenizer = make_char_tokenizer(None, recipe.alphabet)
-    model = make_tiny_model(None, tokenizer=tokenizer, seed=seed)
+    model = make_tiny_model(None, architecture, tokenizer=tokenizer, seed=seed)
     train(model, tokenizer, recipe, seed=seed)
     save(out / "model", model, tokenizer)
     return evaluate(model, tokenizer, recipe, greedy=False, seed=seed), evaluate(model, tokenizer, recipe, greedy=True)

@@ -11,8 +11,8 @@ from whole_runs import ROOT, launch_synchronous
 from asyncrl.testing.runs import RunHandle
 
 
-def make_example(name: str, folder: Path) -> Path:
-    command = [sys.executable, str(ROOT / "examples" / name / "make.py"), "--out", str(folder)]
+def make_example(name: str, folder: Path, *options: str) -> Path:
+    command = [sys.executable, str(ROOT / "examples" / name / "make.py"), "--out", str(folder), *options]
     subprocess.run(command, check=True, timeout=600)
     return folder
 
@@ -21,6 +21,12 @@ def make_example(name: str, folder: Path) -> Path:
 def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/ and data/ of the sloppy sorter. The warm start has run."""
     return make_example("sloppy_sorter", tmp_path_factory.mktemp("sorter"))
+
+
+@pytest.fixture(scope="session")
+def sorter_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same folder with a mixture of experts."""
+    return make_example("sloppy_sorter", tmp_path_factory.mktemp("experts"), "--architecture", "qwen3_moe")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Runs of a mixture of experts on two data ranks with split experts: routers are replayed, and a killed run goes on in one rank."""
+"""Runs of a mixture of experts on two data ranks with split experts: routers are replayed, the quickstart's task is learned, and a
+killed run goes on in one rank."""
 
 from __future__ import annotations
 
@@ -7,9 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from test_resume import TOLERANCE, kill_everything
-from whole_runs import DETERMINISTIC, LEARNABLE, Gate, resumed
+from whole_runs import (
+    DETERMINISTIC,
+    LEARNABLE,
+    ROOT,
+    Gate,
+    assert_each_prompt_trained_once,
+    launch_sorter,
+    resumed,
+)
 
-from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import assert_nothing_left, evaluations, launch, make_tiny_run, train_steps
 from asyncrl.weights.checkpoints import list_checkpoints
 from tests.support.families import make_family
 from tests.support.replays import final_weights
@@ -26,6 +35,20 @@ def config(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     make_family(tmp_path / "task" / "model", "qwen3_moe", hidden_size=32, num_hidden_layers=3, mlp_only_layers=[1])
     return made
+
+
+def test_the_quickstart_learns_with_a_mixture_of_experts(sorter_of_experts: Path, tmp_path: Path) -> None:
+    with launch_sorter(sorter_of_experts, tmp_path, config=ROOT / "configs" / "quickstart_moe.yaml") as run:
+        assert run.wait(2 * LIMIT_S) == 0, run.output()
+        start, *_, end = evaluations(run.run_dir)
+        assert start["eval/greedy_reward"] < 0.6
+        assert end["eval/greedy_reward"] >= 0.9
+        assert_each_prompt_trained_once(run.run_dir, 60, 64)
+        steps = train_steps(run.run_dir)
+        assert max(step["offpolicy/head_max"] for step in steps) > 0
+        # Updates move some choices of the routers; the sampler's are replayed
+        assert 0 < max(step["actor/other_experts_token_share"] for step in steps) < 0.5
+        assert_nothing_left(run.run_dir)
 
 
 def test_two_servers_return_the_experts_that_two_ranks_replay(config: Path, tmp_path: Path) -> None:
