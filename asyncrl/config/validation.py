@@ -491,11 +491,6 @@ def _of_routes(config: ExperimentConfig) -> Iterable[Conflict]:
             "compiled layers do not see the routes of a micro-batch; set it to off with train.routes",
         ),
         (
-            train.lora is not None and is_on,
-            "train.routes",
-            "has not been compared with adapters; set it to off with train.lora",
-        ),
-        (
             is_on and train.share_prefix == "on",
             "train.share_prefix",
             "the copies of a shared prompt have different routes; set it to off with train.routes",

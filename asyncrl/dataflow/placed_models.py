@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import Allocation, ModelPlacement
+from asyncrl.protocol.names import ACTOR
 
 
 def place(allocation: Allocation, graph: DataflowGraph) -> tuple[list[ModelPlacement], list[PlacedMFC]]:
@@ -58,7 +59,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
 
 
 def with_adapters(models: Sequence[ModelConfig], lora: LoraConfig) -> list[ModelConfig]:
-    """Give the actor, which is the first model, and the critic adapters. A reference on the actor's workers that begins with its
+    """Give all models of actor and critic adapters. A reference on the workers of the actor, the first model, that begins with its
     weights is its base, with the adapters off."""
     actor = replace(models[0], lora=lora)
     of_critic = replace(lora, start="")  # train.lora.start is an adapter of the actor
@@ -67,9 +68,8 @@ def with_adapters(models: Sequence[ModelConfig], lora: LoraConfig) -> list[Model
         return model.name == REF and (model.path, model.grid, model.workers) == (actor.path, actor.grid, actor.workers)
 
     def with_its_own(model: ModelConfig) -> ModelConfig:
-        if ModelPlacement.of(model).role == CRITIC:
-            return replace(model, lora=of_critic)
-        return replace(model, base_of=actor.name) if is_base(model) else model
+        own = {ACTOR: lora, CRITIC: of_critic}.get(ModelPlacement.of(model).role)
+        return replace(model, lora=own, base_of=actor.name if is_base(model) else "")
 
     return [actor, *map(with_its_own, models[1:])]
 

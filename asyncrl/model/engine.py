@@ -142,7 +142,7 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
-        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on" and model.lora is None
+        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on"
         self.why_written_out: list[str] = []  # of each layer's attention; "": it computes a shared prefix once
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from asyncrl.architectures.adapters import add_adapters
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.model.engine import TrainEngine
 
@@ -128,6 +129,8 @@ def _shape_of(engine: TrainEngine) -> PreTrainedModel:
         auto: Any = AutoModelForCausalLM
         model: PreTrainedModel = auto.from_config(copy.deepcopy(engine.config), dtype=engine.dtype)
     model.eval()  # type: ignore[no-untyped-call]
+    if engine.adapters is not None:
+        add_adapters(model, engine.adapters.lora, engine.adapters.base)
     for name, buffer in engine.model.named_buffers():
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module)._buffers[attribute] = buffer

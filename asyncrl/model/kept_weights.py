@@ -101,7 +101,7 @@ class KeptWeights:
         read.
         """
         source.onload()
-        tensors = source.named_parameters()
+        tensors = source.own_parameters()
         here = holding_of(source, tensors)
         if body.source not in self._names:
             holdings = exchange_holdings(workers_of(source), here)
@@ -353,7 +353,7 @@ def _request(body: FetchWeights, bucket: Sequence[Move] = ()) -> bytes:
 def _places_of(engine: TrainEngine) -> tuple[dict[str, tuple[Box, Tensor]], dict[str, tuple[int, ...]]]:
     """This rank's parts by name, and the shapes of all tensors of the model. Collective over its ranks, on the compute thread."""
     engine.onload()
-    tensors = engine.named_parameters()
+    tensors = engine.own_parameters()
     whole = tensors_of(exchange_holdings(workers_of(engine), holding_of(engine, tensors)))
     places = {name: local_part(tensor) for name, tensor in tensors.items()}
     return places, {name: piece.shape for name, piece in whole.items()}

@@ -1,4 +1,5 @@
-"""Copies a model's weights into another of the same architecture, in any two layouts: actor -> ref, actor -> actor@1.
+"""Copies a model's weights into another of the same architecture, in any two layouts: actor -> ref, actor -> actor@1. Of models
+with adapters only the trained ones are copied: the bases are the same.
 
     target <- share * source + (1 - share) * target
 
@@ -57,8 +58,8 @@ def reallocate(
     for model in (source, target):
         if model is not None:
             model.onload()
-    read_from = source.named_parameters() if source is not None else {}
-    written_to = target.named_parameters() if target is not None else {}
+    read_from = source.own_parameters() if source is not None else {}
+    written_to = target.own_parameters() if target is not None else {}
     mine = _HeldShards(
         holding_of(source, read_from) if source is not None else None,
         holding_of(target, written_to) if target is not None else None,

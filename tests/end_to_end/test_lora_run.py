@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from whole_runs import ROOT, launch_sorter
 
 from asyncrl.testing.runs import (
@@ -17,9 +18,11 @@ from asyncrl.testing.runs import (
     make_tiny_run,
     train_steps,
 )
+from asyncrl.weights.adapter import TENSORS
 from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
 from tests.support.in_update import largest_logprob_error
+from tests.support.replays import check_versions_of_tokens, largest_difference, recording_of_lineage, trained_apart
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,16 +30,36 @@ LIMIT_S = 300.0
 ETA = 2
 
 
-def test_every_trained_token_is_of_the_adapter_that_it_names(tmp_path: Path) -> None:
+WITH_LORA = ("train.lora.rank=4", "train.optimizer.lr=0.02", "train.max_steps=8", "record.trajectories=true")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("allocation=transformers.d1+d2",),
+        *(
+            pytest.param(each, marks=pytest.mark.release)
+            for each in (
+                ("weights.transport=broadcast",),
+                (
+                    "allocation=transformers.d1+d1+actor_inf:d1",
+                    "train.ppo.proximal_pass=always",
+                    "train.streaming=true",
+                ),
+                ("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1", "train.arriving_inference=true"),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_every_trained_token_is_of_the_adapter_that_it_names(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """peft computes the logprobs again, with each version's adapter on the base."""
     with launch(
         make_tiny_run(tmp_path / "tiny"),
-        "train.lora.rank=4",
-        "train.optimizer.lr=0.02",
+        *WITH_LORA,
         f"manager.max_head_offpolicyness={ETA}",
-        "train.max_steps=8",
-        "record.trajectories=true",
         "weights.keep=1000",
+        *overrides,
     ) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         directory = role_dir(run.run_dir, "actor")
@@ -45,6 +68,25 @@ def test_every_trained_token_is_of_the_adapter_that_it_names(tmp_path: Path) -> 
         assert largest_logprob_error(run.run_dir) < 1e-4
         assert audit(run.run_dir).problems == []
         assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("shared", ["@0+d1@0", "@0+d1@0 until 3 then transformers.d1+d1"])
+def test_shared_devices_train_the_adapter_of_devices_of_its_own(tmp_path: Path, shared: str) -> None:
+    """A run without servers trains on the recording. Its versions give each token the logprob that was sampled."""
+    config = make_tiny_run(tmp_path / "tiny")
+    overrides = (*WITH_LORA, "manager.max_head_offpolicyness=0")
+    with launch(config, *overrides, f"allocation=transformers.d1{shared}") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert_nothing_left(run.run_dir)
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    assert len(recorded) == 16
+    with trained_apart(config, tmp_path / "recorded", *overrides, "train.max_steps=0") as apart:
+        assert apart.wait(LIMIT_S) == 0, apart.output()
+        ours, theirs = (load_file(one.run_dir / "checkpoints" / "final" / TENSORS) for one in (run, apart))
+        assert largest_difference(ours, theirs) < 1e-5
+        assert max(float(tensor.abs().max()) for name, tensor in ours.items() if "lora_B" in name) > 0.05
+        check_versions_of_tokens(recorded, apart.run_dir)
 
 
 @pytest.mark.release

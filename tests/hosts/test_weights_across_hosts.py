@@ -27,7 +27,10 @@ def hide_weights(config, hosts):
 
 
 @pytest.mark.parametrize("hosts", [4], indirect=True)
-def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_path):
+@pytest.mark.parametrize(
+    "form", [(), pytest.param(("train.lora.rank=4",), marks=pytest.mark.release)], ids=["full", "adapter"]
+)
+def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_path, form):
     config = make_tiny_run(tmp_path, num_prompts=12)
     weights = hide_weights(config, hosts[1:])
 
@@ -37,6 +40,7 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
         "rollout.num_workers=1",
         "train.max_steps=0",
         f"weights.fetch_dir={tmp_path / 'memory'}",
+        *form,
     )
     assert run.launcher.wait(LIMIT_S) == 0, run.launcher.output() + run.outputs()
 

@@ -138,6 +138,19 @@ async def test_a_version_is_an_adapter_that_the_engine_and_peft_load(run: Run, m
     assert all(torch.equal(tensor, run.expected[-1][name]) for name, tensor in final.items())
 
 
+async def test_an_adapter_that_was_sent_computes_as_one_on_disk(run: TrainedRun, start: Any) -> None:
+    (engine, loads), (other, other_loads) = await start(), await start()
+    await other_loads.load(run.path(2), WeightVersion(1, 2))
+    expected = await other.score(IDS)
+    await loads.load(run.path(1), WeightVersion(1, 1))
+    assert await engine.score(IDS) != expected
+    await engine.pause()
+    with pytest.raises(WeightsRefused, match="is missing"):
+        await engine.load_tensors(half(run.expected[2]), WeightVersion(1, 2))
+    await engine.load_tensors(dict(run.expected[2]), WeightVersion(1, 2))
+    assert await engine.score(IDS) == expected
+
+
 def test_a_critic_is_saved_as_an_adapter_with_its_output_layer_and_merged(run: TrainedRun, model_path: Path) -> None:
     base = AutoModelForTokenClassification.from_pretrained(model_path, num_labels=1)
     folder = run.run_dir / "checkpoints" / "final-critic"

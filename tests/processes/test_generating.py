@@ -17,6 +17,7 @@ from asyncrl.config.schema import (
     EvalConfig,
     EvalSetConfig,
     GenerationConfig,
+    LoraConfig,
     OptimizerConfig,
     PPOConfig,
     PromptSourceConfig,
@@ -133,6 +134,26 @@ def test_it_samples_what_training_has_made(model_path):
     assert after != before
     assert after == {at: [greedy_one_by_one(plain, prompt)] for at, prompt in enumerate(PROMPTS)}
     assert all(parameter.requires_grad for parameter in engine.named_parameters().values())
+
+
+def test_a_model_with_adapters_samples_with_them(model_path):
+    lora = LoraConfig(rank=4, alpha=8.0)
+    model = ModelConfig("actor", model_path, "d1", [0], trainable=True, optimizer=TRAIN.optimizer, lora=lora)
+    engine = TrainEngine(model, TRAIN)
+    sampler = make_sampler(engine)
+    plain = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    before = sampled(sampler, GREEDY)
+    assert before == {at: [greedy_one_by_one(plain, prompt)] for at, prompt in enumerate(PROMPTS)}
+    with torch.no_grad():
+        own = engine.own_parameters()
+        for name, parameter in own.items():
+            if name.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+                layer = name.removesuffix(".lora_B")
+                plain.get_parameter(f"{layer}.weight").add_(2.0 * parameter @ own[f"{layer}.lora_A"])
+    after = sampled(sampler, GREEDY)
+    assert after != before
+    assert after == {at: [greedy_one_by_one(plain, prompt)] for at, prompt in enumerate(PROMPTS)}
 
 
 def test_the_seed_alone_decides(model_path):

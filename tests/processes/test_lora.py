@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft asks transformers for it
 
-LARGE = ("d2r2", "d2m2", "p2m2")
-GRIDS = ("d1", "d2", "p2", "m2", *LARGE)
+LARGE = ("d2r2", "d2m2", "p2m2", "d2c2", "m2c2")
+GRIDS = ("d1", "d2", "p2", "m2", "c2", *LARGE)
 # eps: a gradient that is zero except for rounding must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant", eps=1e-5, grad_clip=0.0)
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -186,7 +186,9 @@ def expected(model):
     return by_peft(model)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "grid", [pytest.param(grid, marks=pytest.mark.release if grid in LARGE[2:] else ()) for grid in GRIDS]
+)
 def test_adapters_in_every_layout_equal_those_of_peft(ranks, model, expected, grid):
     outcomes = ranks.run(train, grid, model, num_ranks=ParallelGrid.parse(grid).size)
     adapter = {name: tensor for outcome in outcomes for name, tensor in outcome.adapter.items()}
@@ -247,7 +249,9 @@ def critic_by_peft(critic) -> tuple[dict[str, Tensor], list[np.ndarray]]:
     return peft.get_peft_model_state_dict(model), after
 
 
-@pytest.mark.parametrize("grid", ["d1", "m2", "p2", *(pytest.param(grid, marks=pytest.mark.release) for grid in LARGE)])
+@pytest.mark.parametrize(
+    "grid", ["d1", "m2", "p2", "c2", *(pytest.param(grid, marks=pytest.mark.release) for grid in LARGE)]
+)
 def test_a_critics_adapters_and_its_output_layer_equal_those_of_peft(ranks, critic, critic_by_peft, grid):
     outcomes = ranks.run(train_critic, grid, critic, num_ranks=ParallelGrid.parse(grid).size)
     wanted, values = critic_by_peft

@@ -30,6 +30,7 @@ from asyncrl.config.schema import (
     CriticConfig,
     EmaConfig,
     ExperimentConfig,
+    LoraConfig,
     OptimizerConfig,
     PPOConfig,
     PromptSourceConfig,
@@ -54,7 +55,7 @@ from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction
 from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks
-from asyncrl.model.engine import TrainEngine
+from asyncrl.model.engine import TrainEngine, base_engine
 from asyncrl.model.interfaces import Minibatches, make_interface, split_minibatches
 from asyncrl.model.kept_weights import KeptWeights
 from asyncrl.protocol.calls import (
@@ -95,6 +96,7 @@ class Feature:
 
 
 KL = {"ppo.kl_coef": 0.1}
+BASE = "lm"  # the actor's own weights, as a reference
 JUDGE = {"reward_model": RewardModelConfig("reward", scale=0.5)}
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant", eps=1e-4)
 FEATURES: dict[str, Feature] = {
@@ -179,6 +181,8 @@ FEATURES: dict[str, Feature] = {
     "model of a user that is trained": Feature(
         {"roles": {"judge": RoleConfig("", "lm", OPTIMIZER)}, "mfcs": [f"{HERE}:Imitate"]}
     ),
+    "lora": Feature({"lora": LoraConfig(rank=4, alpha=8.0)}),
+    "lora with its base as reference": Feature({**KL, "lora": LoraConfig(rank=4, alpha=8.0), "ref.path": BASE}),
     "bfloat16": Feature({"dtype": "bfloat16"}, tolerance=2e-3),
     "group advantages": Feature({"ppo.advantage_norm": "group"}),
     "batch advantages": Feature({"ppo.advantage_norm": "batch"}),
@@ -204,8 +208,6 @@ LEFT_OUT = {
         "mismatch": "a check that reads logprobs",
         "routes": "the model of these runs is dense; tests/processes/test_router_replay.py has a mixture of experts",
         "tf32": "arithmetic of a GPU",
-        "lora": "which parameters are trained: compared with peft in tests/processes/test_lora.py; dataflow/lora_checks.py refuses "
-        "what changes how a step is computed",
         "compile": "the same operations, compared with those of the layers whenever a model is loaded (model/self_check.py)",
         **dict.fromkeys(
             ["streaming_order", "streaming_tokens", "streaming_parts"],
@@ -228,7 +230,11 @@ LEFT_OUT = {
         "temperature": "set in each run here",
     },
     "train.critic": dict.fromkeys(["path", "eps_clip", "value_norm_beta"], "numbers of one value"),
-    "train.ref": {"path": "the model that is loaded"},
+    "train.ref": {},
+    "train.lora": {
+        **dict.fromkeys(["targets", "dropout", "start", "seed"], "which matrices, and where they begin"),
+        "merge": "what is saved",
+    },
     "train.ptx": dict.fromkeys(["coef", "max_length"], "numbers of one text"),
 }
 
@@ -346,7 +352,8 @@ def _with_models(train: TrainConfig, models: Path) -> TrainConfig:
     if train.ptx is not None:
         texts = replace(train.ptx.texts, path=str(models / "texts.jsonl"))
         train = replace(train, ptx=replace(train.ptx, texts=texts))
-    return replace(train, ref=replace(train.ref, path=str(models / "ref"))) if train.ppo.kl_coef > 0 else train
+    ref = str(models / "ref") if train.ref.path != BASE else ""
+    return replace(train, ref=replace(train.ref, path=ref)) if train.ppo.kl_coef > 0 else train
 
 
 def make_models(folder: Path) -> None:
@@ -403,7 +410,9 @@ class EngineWorld(WorldOfGroups):
         self.models = {model.name: model for model in models}
         self.kept_weights = KeptWeights(self.models)
         torch.manual_seed(3)
-        self.engines = {model.name: TrainEngine(model, config.train) for model in models if model.kind != "none"}
+        own = [model for model in models if model.kind != "none" and not model.base_of]
+        self.engines = {model.name: TrainEngine(model, config.train) for model in own}
+        self.engines |= {model.name: base_engine(self.engines[model.base_of]) for model in models if model.base_of}
         self.interfaces = {
             mfc.name: make_interface(mfc, config.train, seed=5, tokenizer_path=tokenizer) for mfc in mfcs
         }
@@ -478,12 +487,12 @@ class EngineWorld(WorldOfGroups):
     def weights_of(self, model: str) -> dict[str, torch.Tensor]:
         engine = self.engines[model]
         engine.onload()
-        return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+        return {name: parameter.detach().clone() for name, parameter in engine.own_parameters().items()}
 
     def blend(self, model: str, weights: Mapping[str, torch.Tensor], share: float) -> None:
         self.engines[model].onload()
         with torch.no_grad():
-            for name, parameter in self.engines[model].named_parameters().items():
+            for name, parameter in self.engines[model].own_parameters().items():
                 parameter.lerp_(weights[name].to(parameter.dtype), share) if share < 1 else parameter.copy_(
                     weights[name]
                 )
@@ -600,7 +609,8 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
                 arriving.result()
         for name in world.models:
             await master.refresher.refreshed(name)
-        kept = [name for name, model in world.models.items() if model.trainable or name in ("ema", "ref")]
+        moving = ["ema", *(["ref"] if train.ref.update_interval else [])]
+        kept = [name for name, model in world.models.items() if model.trainable or name in moving]
         return Outcome({name: world.weights_of(name) for name in kept}, master.executor.states, stats)
 
 
@@ -670,5 +680,6 @@ def fields_of_schema() -> dict[str, set[str]]:
         "train.critic": schema.CriticConfig,
         "train.ref": schema.RefConfig,
         "train.ptx": schema.PtxConfig,
+        "train.lora": schema.LoraConfig,
     }
     return {name: {entry.name for entry in fields(of)} for name, of in classes.items()}

@@ -65,6 +65,17 @@ QUICK = [
     ("share_prefix", "several sequences of a session"),
     ("share_prefix", "checkpointing that keeps attention"),
     ("share_prefix", "small micro-batches"),
+    ("lora", "share_prefix"),
+    ("lora", "streaming"),
+    ("lora", "arriving_inference"),
+    ("lora", "gradient_checkpointing"),
+    ("lora", "small micro-batches"),
+    ("lora", "actor_inf on its own workers"),
+    ("lora", "detached actor_inf"),
+    ("lora with its base as reference", "streaming"),
+    ("lora with its base as reference", "offload of the actor"),
+    ("lora with its base as reference", "reference on its own workers"),
+    ("lora with its base as reference", "shared devices"),
 ]
 
 
