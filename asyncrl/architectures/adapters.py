@@ -51,6 +51,8 @@ class Adapters:
     enabled: bool = True  # off: the model computes as its base does, bit for bit
     # Of a layer whose inputs are split over tensor ranks: adds up the ranks' parts of A x
     sums: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    # The output of a layer's adapter, given the layer's input; None: own_low_rank
+    low_rank: Callable[[nn.Module, Tensor], Tensor] | None = None
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -78,6 +80,17 @@ class Adapters:
             self.names[name]: Place(name, shape, torch.empty(shape, device="meta").stride(), 0, True)
             for name, shape in self.shapes.items()
         }
+
+    def own_low_rank(self, layer: nn.Module, inputs: Tensor) -> Tensor:
+        """The output of a layer's adapter with the layer's own matrices."""
+        return self.of_matrices(layer, inputs, layer.get_parameter(A), layer.get_parameter(B))
+
+    def of_matrices(self, layer: nn.Module, inputs: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The output of a layer's adapter with these matrices."""
+        low = functional.linear(inputs, _part(a, inputs))
+        if layer in self.sums:
+            low = self.sums[layer](low)
+        return functional.linear(low, _part(b, low)) * (self.lora.alpha / self.lora.rank)
 
     def initial(self, name: str) -> Tensor:
         """The whole matrix that training begins with, the same in every layout: peft's values, A random and B zero."""
@@ -161,13 +174,9 @@ def add_adapters(model: Any, lora: LoraConfig, path: str | Path) -> Adapters:
 def _add_output(adapters: Adapters, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     if not adapters.enabled:
         return output
-    low = functional.linear(inputs[0], _part(layer, A, inputs[0]))
-    if layer in adapters.sums:
-        low = adapters.sums[layer](low)
-    return output + functional.linear(low, _part(layer, B, low)) * (adapters.lora.alpha / adapters.lora.rank)
+    return output + (adapters.low_rank or adapters.own_low_rank)(layer, inputs[0])
 
 
-def _part(layer: nn.Module, attribute: str, like: Tensor) -> Tensor:
-    tensor = getattr(layer, attribute)
+def _part(tensor: Tensor, like: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.to(like.dtype)

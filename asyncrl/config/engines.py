@@ -60,7 +60,11 @@ DEFAULT_ENGINE = "transformers"
 # Allocations name the engine, as in `sglang.d2p1m1+d2p1m1`
 ENGINES = {
     "transformers": EngineTraits(
-        starts_servers=True, is_embedded=True, returns_routes=True, grid_limit="runs data parallel only"
+        starts_servers=True,
+        is_embedded=True,
+        keeps_versions=True,
+        returns_routes=True,
+        grid_limit="runs data parallel only",
     ),
     "sglang": EngineTraits(
         starts_servers=True,

@@ -208,6 +208,7 @@ class GenerationServerConfig:
     fetch: bool = False  # weights.fetch with `auto` resolved
     fetch_dir: str = ""
     lora: LoraConfig | None = None  # train.lora: versions are adapters of the model
+    num_versions: int = 1  # that a server keeps: with interrupt=finish eta + 2
     full_every: int = 1  # weights.full_every; above 1 SGLang's servers write deltas in full to fetch_dir
     shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
     returns_routes: bool = False  # train.routes is not off

@@ -276,6 +276,11 @@ def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Co
             f"{shared}, and no server can receive weights while it sleeps: set it to {FILES}",
         ),
         (
+            config.generation.interrupt == "finish",
+            "generation.interrupt",
+            f"{shared}: no request runs while servers get a version, so none can finish under an older one; use abort",
+        ),
+        (
             config.train.streaming,
             "train.streaming",
             f"{shared}: training cannot begin before generation has ended; set it to false",

@@ -60,9 +60,7 @@ _SHOWN = 5  # an error lists at most this many problems
 _MEAN_SHARE = 6.0
 # If the trainer's logprobs of two versions differ by more than this on average, the server's logprobs must differ, too
 _LEAST_CHANGE = 1e-5
-# The check decodes after the whole text, which fills a page of 32 tokens that earlier versions have cached, too, and after its
-# first tokens, so that decoding begins a new page
-_SHORT_PROMPT, _NUM_DECODED = 28, (4, 8)
+_SHORT_PROMPT = 28
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
 
@@ -326,12 +324,23 @@ class LogprobCheck:
         weights, and old weights if they differ by more than the tolerance.
     moved: if the tensors differ from those of the last version that passed, its text was the same, and the trainer's logprobs
         changed by more than _LEAST_CHANGE on average since then, the server's logprobs must not be bit-identical to those that it
-        had for that version. This finds old weights even if the step was too small for the first rule, in any dtype.
+        had for that version. This finds old weights even if the step was too small for the first rule, in any dtype. If the engine
+        keeps several versions, the rule holds for each of them.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self._tolerance = tolerance
-        self._last: _Passed | None = None
+    def __init__(self, tolerance: float, num_versions: int = 1) -> None:
+        """num_versions: that the engine keeps."""
+        self._tolerance, self._num_versions = tolerance, num_versions
+        self._passed: dict[WeightVersion, _Passed] = {}  # the last num_versions, the newest check last
+
+    def scored_text(self, version: WeightVersion) -> ScoredText:
+        """The text of a version that has passed, and that the engine still keeps."""
+        return self._passed[version].scored_text
+
+    def check_again(self, version: WeightVersion, scores: Sequence[float]) -> float:
+        """`check` for a version that has passed: a load of another one may have changed it."""
+        passed = self._passed[version]
+        return self.check(version, passed.scored_text, passed.fingerprint, scores)
 
     def check(
         self, version: WeightVersion, scored_text: ScoredText, fingerprint: str, scores: Sequence[float]
@@ -345,19 +354,16 @@ class LogprobCheck:
             raise LogprobMismatch(
                 f"weights {version}: {len(mine)} logprobs for the text's {len(scored_text.logprobs)} tokens"
             )
-        last = self._last
         largest, mean = _difference(mine, scored_text.logprobs)
         origin, change = "", 0.0
-        if (
-            last is not None
-            and last.scored_text.input_ids == scored_text.input_ids
-            and last.fingerprint != fingerprint
-            and mine == last.scores
-        ):
-            origin = (
-                f"; they are bit-identical to those of {last.version}: the engine still computes with the old weights"
-            )
-            change = _difference(scored_text.logprobs, last.scored_text.logprobs)[1]
+        for last in self._passed.values():
+            if (
+                last.scored_text.input_ids == scored_text.input_ids
+                and last.fingerprint != fingerprint
+                and mine == last.scores
+            ):
+                origin = f"; they are bit-identical to those of {last.version}: the engine still computes with the old weights"
+                change = max(change, _difference(scored_text.logprobs, last.scored_text.logprobs)[1])
         if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
             raise LogprobMismatch(
                 f"weights {version} were loaded, but the server's logprobs of the check's text are not the trainer's: they"
@@ -369,7 +375,10 @@ class LogprobCheck:
                 f"weights {version} were loaded, but the server's logprobs of the check's text did not change, while the trainer's"
                 f" did (by {change:.3g} on average){origin}"
             )
-        self._last = _Passed(version, fingerprint, scored_text, mine)
+        self._passed.pop(version, None)
+        self._passed[version] = _Passed(version, fingerprint, scored_text, mine)
+        for old in list(self._passed)[: -self._num_versions]:
+            del self._passed[old]
         return largest
 
     def check_decoded(self, version: WeightVersion, reported: Sequence[float], scored: Sequence[float]) -> float:
@@ -396,6 +405,17 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return max(differences), math.fsum(differences) / len(differences)
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """Tokens that the check decodes: after the whole text, which fills a page of 32 tokens that earlier versions have cached, too,
+    and after its first tokens, so that decoding begins a new page. Beside them, after the text of each older version under which
+    requests run: a load leaves these versions as they are."""
+
+    prompt: list[int]
+    count: int
+    version: WeightVersion | None = None  # None: the newest
+
+
 class VerifiedLoads:
     """Loads versions into an engine, and checks each: a version is served only if the engine computes the trainer's logprobs.
 
@@ -409,7 +429,7 @@ class VerifiedLoads:
     ) -> None:
         """limit_s: time limit of one check."""
         self._engine, self._limit_s, self._logger = engine, limit_s, logger
-        self._check = LogprobCheck(tolerance)
+        self._check = LogprobCheck(tolerance, engine.num_versions)
         self._unverified = ""  # the version that is loaded or checked now
         self._settled = asyncio.Event()  # there is none
         self._settled.set()
@@ -504,37 +524,51 @@ class VerifiedLoads:
 
         Requests that a pause in place has stopped hold their slots and pages. So then nothing is decoded.
         """
-        engine, ids = self._engine, scored_text.input_ids
+        engine, ids, stats = self._engine, scored_text.input_ids, self._engine.stats()
         scores = await engine.score(ids) if engine.scores_before_resume else None
-        prompts = [ids, ids[:_SHORT_PROMPT]] if not engine.stats().running else []
-        decoding = self._decode(prompts)
-        if engine.stats().paused:
+        older = engine.older_versions_in_use
+        samples = [] if stats.paused and stats.running else [_Sample(ids, 4), _Sample(ids[:_SHORT_PROMPT], 8)]
+        samples += [_Sample(self._check.scored_text(one).input_ids, 4, one) for one in older]
+        decoding = self._decode(samples)
+        if stats.paused:
             await engine.resume()
         try:
             for tries_left in (1, 0):  # noise of 16 bits may exceed the tolerance once; a fault does so again
                 decoded = await asyncio.gather(*decoding)
-                texts = [prompt + found.token_ids for prompt, found in zip(prompts, decoded, strict=True)] or [ids]
-                scored = [await engine.score(text) for text in texts]
+                texts = [one.prompt + found.token_ids for one, found in zip(samples, decoded, strict=True)] or [ids]
+                under = [one.version for one in samples] or [None]
+                scored = [await engine.score(*text) for text in zip(texts, under, strict=True)]
                 if scores is None:
                     scores = scored[0][: len(ids)]
+                for one, row in zip(samples, scored, strict=False):
+                    if one.version is not None:
+                        self._check.check_again(one.version, row[: len(one.prompt)])
                 largest = self._check.check(version, scored_text, fingerprint, scores)
                 logprobs = [logprob for found in decoded for logprob in found.logprobs]
-                own = [logprob for text, row in zip(prompts, scored, strict=False) for logprob in row[len(text) :]]
+                own = [logprob for one, row in zip(samples, scored, strict=False) for logprob in row[len(one.prompt) :]]
                 try:
                     return max(largest, self._check.check_decoded(version, logprobs, own)), len(logprobs)
                 except LogprobMismatch:
                     if not tries_left:
                         raise
-                decoding = self._decode(prompts)
+                decoding = self._decode(samples)
         finally:
             for future in decoding:
                 future.cancel()
         raise AssertionError("not reached")
 
-    def _decode(self, prompts: Sequence[list[int]]) -> list[asyncio.Future[Generated]]:
-        """Submit the prompts as ordinary requests, before all others."""
-        params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in _NUM_DECODED[: len(prompts)]]
+    def _decode(self, samples: Sequence[_Sample]) -> list[asyncio.Future[Generated]]:
+        """Submit them as ordinary requests, before all others."""
         return [
-            self._engine.submit(EngineRequest(f"check-{uuid.uuid4().hex}", prompt, one, priority=1, is_check=True))
-            for prompt, one in zip(prompts, params, strict=True)
+            self._engine.submit(
+                EngineRequest(
+                    f"check-{uuid.uuid4().hex}",
+                    one.prompt,
+                    SamplingParams(max_new_tokens=one.count, ignore_eos=True),
+                    priority=1,
+                    is_check=True,
+                    version=one.version,
+                )
+            )
+            for one in samples
         ]

@@ -220,7 +220,7 @@ class GenerationEngine(ABC, Generic[P]):
         self._paused = self._updating = self._closing = False
         self._held = False  # a pause in place has stopped running requests
         self._version: WeightVersion | None = None
-        self._num_versions = arguments.num_versions
+        self.num_versions = arguments.num_versions
         self._loaded: list[WeightVersion] = []  # with several versions: those that are loaded, the oldest first
         self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
 
@@ -338,7 +338,8 @@ class GenerationEngine(ABC, Generic[P]):
 
     def _has_slot(self, request: EngineRequest) -> bool:
         """With several versions an update empties no slot, and the check that it needs cannot wait for one."""
-        return len(self._running) < self._config.max_running_requests or (self._keeps_versions and request.is_check)
+        beyond = self._num_check_slots if request.is_check else 0
+        return len(self._running) < self._config.max_running_requests + beyond
 
     def _stopped(self, pending: P) -> None:
         """Remove a request from the running ones."""
@@ -450,13 +451,18 @@ class GenerationEngine(ABC, Generic[P]):
     @property
     def pause_modes(self) -> tuple[str, ...]:
         """The subset of INTERRUPT_MODES that `pause` accepts."""
-        lacking = {"in_place": not self._can_hold, "finish": not self._keeps_versions}
+        lacking = {"in_place": not self._can_hold, "finish": not self.keeps_versions}
         return tuple(mode for mode in INTERRUPT_MODES if not lacking.get(mode, False))
 
     @property
-    def _keeps_versions(self) -> bool:
+    def _num_check_slots(self) -> int:
+        """Slots for requests of the logprob check only: two for the newest version, one for each other."""
+        return self.num_versions + 1 if self.keeps_versions else 0
+
+    @property
+    def keeps_versions(self) -> bool:
         """Whether requests of several versions may run at once."""
-        return self._num_versions > 1
+        return self.num_versions > 1
 
     @property
     def _can_hold(self) -> bool:
@@ -522,20 +528,20 @@ class GenerationEngine(ABC, Generic[P]):
         async with self._update_lock:
             self._check_alive()
             self.check_version(version)
-            with contextlib.nullcontext() if self._keeps_versions else self._nothing_begins():
+            with contextlib.nullcontext() if self.keeps_versions else self._nothing_begins():
                 num_aborted = await self._end_running() if abort_running else 0
-                if not (self._held or self._keeps_versions):
+                if not (self._held or self.keeps_versions):
                     await self._until_idle()
                 yield num_aborted
                 self._version = version
                 self._num["updates"] += 1
-            if self._keeps_versions:
+            if self.keeps_versions:
                 await self._unload_oldest(version)
 
     async def _unload_oldest(self, loaded: WeightVersion) -> None:
         """Unload the versions that are too old once this one is loaded, after the end of their requests."""
         self._loaded = [*(one for one in self._loaded if one != loaded), loaded]
-        while len(self._loaded) > self._num_versions:
+        while len(self._loaded) > self.num_versions:
             oldest = self._loaded.pop(0)
             for pending in [one for one in self._running.values() if one.version == oldest]:
                 await self._abort_running(pending)
@@ -546,9 +552,10 @@ class GenerationEngine(ABC, Generic[P]):
         raise NotImplementedError
 
     @property
-    def versions_in_use(self) -> list[WeightVersion]:
-        """The versions under which requests run, the oldest first."""
-        return sorted({one.version for one in self._running.values() if one.version is not None})
+    def older_versions_in_use(self) -> list[WeightVersion]:
+        """With several versions: those before the newest under which requests run, the oldest first."""
+        running = {one.version for one in self._running.values() if self.keeps_versions and one.version is not None}
+        return sorted(running - {self._version})
 
     @contextmanager
     def _nothing_begins(self) -> Iterator[None]:

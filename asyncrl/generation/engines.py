@@ -52,6 +52,7 @@ class Engines(ABC):
                 asleep=self._config.shares_devices,
                 returns_routes=self._config.returns_routes,
                 lora=self._config.lora,
+                num_versions=self._config.num_versions,
             )
         )
 

@@ -24,6 +24,7 @@ from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
 from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.unix_sockets import folder_of_run
 
 _NEW_TOKENS = 6  # of each request
@@ -45,22 +46,33 @@ async def check_decoding(
     lengths: Sequence[int],
     bits: int,
     sharing: bool,
+    versions: Sequence[WeightVersion | None],
 ) -> None:
-    """Sample behind prompts of these lengths, all at once. With `sharing`, sample once more behind the longest, whose first pages
-    are in the cache then.
+    """Sample behind prompts of these lengths, all at once, under these versions in turn; None: under the only one. With `sharing`,
+    sample once more under each behind the longest, whose first pages are in the cache then, of one version.
 
     noise_of: measures the model's own rounding on a text. bits: width of the engine's floating-point numbers. Raises
     SelfCheckError.
     """
     rng = np.random.default_rng(vocab_size)
     prompts = [rng.integers(vocab_size, size=length).tolist() for length in lengths]
-    responses = await asyncio.gather(*(_sample(engine, index, prompt) for index, prompt in enumerate(prompts)))
-    if sharing:
+    under = [versions[index % len(versions)] for index in range(len(prompts))]
+    responses = await asyncio.gather(
+        *(
+            _sample(engine, index, prompt, version)
+            for index, (prompt, version) in enumerate(zip(prompts, under, strict=True))
+        )
+    )
+    for version in versions if sharing else ():
         prompts.append(max(prompts, key=len))
-        responses.append(await _sample(engine, len(responses), prompts[-1]))
+        under.append(version)
+        responses.append(await _sample(engine, len(responses), prompts[-1], version))
     texts = [prompt + response.token_ids for prompt, response in zip(prompts, responses, strict=True)]
     decoded = [np.array(response.logprobs, np.float32) for response in responses]
-    scores = [np.array(await engine.score(text), np.float32)[-_NEW_TOKENS:] for text in texts]
+    scores = [
+        np.array(await engine.score(text, version), np.float32)[-_NEW_TOKENS:]
+        for text, version in zip(texts, under, strict=True)
+    ]
     worst, bound = Difference.between(decoded, scores), bound_of(bits)
     if worst.nats > bound:
         bound = bound_of(bits, max([await noise_of(text) for text in texts]))
@@ -69,6 +81,10 @@ async def check_decoding(
             f"token {worst.token + 1} behind a prompt of {len(prompts[worst.text])} tokens was decoded with another logprob than a "
             f"forward pass over the whole text gives: they differ by {worst.nats:.3g} nats (bound: {bound:.0e})"
         )
+    if len(versions) > 1:
+        of_each = [[np.array(await engine.score(text, version), np.float32) for text in texts] for version in versions]
+        if any(Difference.between(of_each[0], other).nats <= bound for other in of_each[1:]):
+            raise SelfCheckError("adapters do not change its logprobs, so versions cannot be told apart")
 
 
 def small_engine_config(config: GenerationConfig) -> GenerationConfig:
@@ -100,6 +116,8 @@ async def check_small_copy(
             await engine.close()
 
 
-async def _sample(engine: GenerationEngine[Any], index: int, prompt: list[int]) -> Generated:
+async def _sample(
+    engine: GenerationEngine[Any], index: int, prompt: list[int], version: WeightVersion | None
+) -> Generated:
     params = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=1.0, ignore_eos=True)
-    return await engine.submit(EngineRequest(rid=f"self-check-{index}", input_ids=prompt, params=params))
+    return await engine.submit(EngineRequest(f"self-check-{index}", prompt, params, version=version))

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from asyncrl.architectures.states import modules_with_state
+from asyncrl.protocol.versions import WeightVersion
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Row:
     key: str  # of the request
     first: int  # position of the first of these tokens in the request
     length: int
+    version: WeightVersion | None = None  # of the request's adapter, if the engine keeps several
 
 
 @dataclass(frozen=True)

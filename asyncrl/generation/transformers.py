@@ -9,7 +9,8 @@ Our additions to transformers' manager, each in a class below:
 - `_Router`: passes all results of a pass to the event loop in one call;
 - `_SamplingArgs` and `_Runner`: sampling parameters per request (transformers 5.23 takes processors per request, but one
   do_sample for all, and gives logprobs after top-p/top-k renormalisation);
-- padded_attention.py, unless the config names another implementation.
+- padded_attention.py, unless the config names another implementation;
+- adapter_versions.py: with generation.interrupt=finish, requests of several versions of an adapter in one pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import gc
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,6 +55,7 @@ from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.data.routes import Routes
 from asyncrl.generation import padded_attention
+from asyncrl.generation.adapter_versions import AdapterVersions, NewAdapter, name_versions
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors, specs_of
 from asyncrl.generation.engine import (
     CLOSING,
@@ -162,6 +165,7 @@ class _Runner(ModelRunner):
     places: dict[int, int]
     states: RequestStates
     routes: RequestRoutes | None
+    versions: AdapterVersions | None  # None: all requests are of the version in the model's layers
     scheduler: Scheduler
 
     def compute_batch(self, model: Any, batch_data: Any) -> None:
@@ -181,10 +185,16 @@ class _Runner(ModelRunner):
     ) -> None:
         if self.places:
             self._plan_attention(batch_data)
+        num_tokens = batch_data["input_ids"].numel()
         batch_data = on_device(batch_data, model.device)
         states = self.states.of_pass(*self._rows()) if self.states.names else contextlib.nullcontext()
         routes = self.routes.of_pass(*self._rows()) if self.routes is not None else contextlib.nullcontext()
-        with sdpa_kernel(_KERNELS), states, routes:
+        versions = (
+            self.versions.of_pass(self._rows()[0], num_tokens)
+            if self.versions is not None
+            else contextlib.nullcontext()
+        )
+        with sdpa_kernel(_KERNELS), states, routes, versions:
             logits_NV = model(**batch_data).logits[0]
         if "logits_to_keep" not in batch_data:
             logits_NV = logits_NV[batch_data["logits_indices"]]
@@ -210,7 +220,12 @@ class _Runner(ModelRunner):
         batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
         rows = [
             # prepare_batch_tensors has added this pass's queries to the offset
-            Row(item.state.request_id, item.state.position_offset - item.query_length, item.query_length)
+            Row(
+                item.state.request_id,
+                item.state.position_offset - item.query_length,
+                item.query_length,
+                item.state.logit_processor_kwargs["version"],
+            )
             for item in batch
         ]
         return rows, {*self.scheduler.active_requests, *self.scheduler.waiting_requests}
@@ -282,12 +297,13 @@ class _Manager(ContinuousBatchingManager):
         padded: Sequence[LayerAttention] | None,
         states: RequestStates,
         routes: RequestRoutes | None,
-        on_pass: Callable[[int, int], None],
+        versions: AdapterVersions | None,
+        on_pass: Callable[[Mapping[WeightVersion | None, int]], None],
         trace: Tracer,
     ) -> None:
         """padded: the model's attention layers; None: another implementation than padded_attention.py is used."""
         self._padded, self._on_pass, self._trace = padded, on_pass, trace
-        self._states, self._routes = states, routes
+        self._states, self._routes, self._versions = states, routes, versions
         with _full_attention(model.config.get_text_config(), padded):
             super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
         self._sampling_args = _SamplingArgs()
@@ -314,6 +330,9 @@ class _Manager(ContinuousBatchingManager):
             runner.sampling_args = self._sampling_args
             runner.places = {layer.layer: place for place, layer in enumerate(self._padded or ())}
             runner.states, runner.routes, runner.scheduler = self._states, self._routes, processor.scheduler
+            runner.versions = self._versions
+            if self._versions is not None:
+                name_versions(processor.cache, partial(_version_of, processor.scheduler))
             processor.model_runner = runner
             if self._padded is not None:
                 # Keep the inputs and outputs of a pass on the host: transformers would copy each of them to the device on its own
@@ -337,9 +356,20 @@ class _Manager(ContinuousBatchingManager):
         with torch.inference_mode():
             super()._generation_step()
         batch: Any = self.processor.inputs_and_outputs
-        num_new_tokens, num_query_tokens = len(batch.req_id_to_new_token_position), batch.num_q_tokens
-        self._on_pass(num_new_tokens, num_query_tokens)
-        self._trace.add_span("forward", began_us, track="engine", new_tokens=num_new_tokens, tokens=num_query_tokens)
+        num_new_tokens = Counter(
+            item.state.logit_processor_kwargs["version"] for item in batch.requests_in_batch if item.has_new_token
+        )
+        self._on_pass(num_new_tokens)
+        self._trace.add_span(
+            "forward", began_us, track="engine", new_tokens=num_new_tokens.total(), tokens=batch.num_q_tokens
+        )
+
+
+def _version_of(scheduler: Scheduler, key: str) -> WeightVersion:
+    """The version of a request of the manager."""
+    state = scheduler.active_requests.get(key) or scheduler.waiting_requests[key]
+    version: WeightVersion = state.logit_processor_kwargs["version"]
+    return version
 
 
 @contextlib.contextmanager
@@ -422,7 +452,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         """Raises ConfigError if decoding does not compute this model, and takes about a dozen passes. The engine serves nothing
         yet; counters, cache and random numbers are afterwards as before."""
         served = self._on_tokens, dict(self._num), self._paused, self._asleep
-        self._on_tokens, self._version, self._paused, self._asleep = None, WeightVersion(0, 0), False, False
+        self._on_tokens, self._version, self._paused, self._asleep = None, WeightVersion(0, 1), False, False
         devices = [self._model.device] if self.weights_device.type == "cuda" else []
         lengths = prompt_lengths(self._config.page_size, self._max_length)
         try:
@@ -436,7 +466,10 @@ class TransformersEngine(GenerationEngine[_Pending]):
                     lengths=lengths,
                     bits=torch.finfo(self._model.dtype).bits,
                     sharing=self._shares_prefixes,
+                    versions=self._versions.begin_check() if self.keeps_versions else [None],
                 )
+                if self.keeps_versions:
+                    self._versions.end_check()
         except (ValueError, EngineFailed) as error:
             raise self._cannot_run(error) from error
         finally:
@@ -490,6 +523,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         else:
             self._adapters = add_adapters(self._model, self._lora, self._initial_path)
             self._places = self._adapters.places
+            self._versions = AdapterVersions(self._model, self._adapters)
         self._scoring = "sdpa" if layers and not any(layer.needs_eager for layer in layers) else "eager"
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -520,7 +554,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 page_size=config.page_size,
                 num_blocks=config.num_blocks,
                 max_batch_tokens=config.max_batch_tokens,
-                max_requests_per_batch=config.max_running_requests,
+                max_requests_per_batch=config.max_running_requests + self._num_check_slots,
                 allow_block_sharing=self._shares_prefixes,
                 return_logprobs=True,
                 seed=self._seed,
@@ -531,6 +565,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             padded=padded,
             states=self._states,
             routes=self._routes,
+            versions=self._versions if self.keeps_versions else None,
             on_pass=self._count_pass,
             trace=self._trace,
         )
@@ -557,6 +592,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
     def _drop(self) -> None:
         """In the control thread: free the model and the KV cache. Their objects refer to each other, so they are collected here."""
         del self._manager, self._model, self._states, self._routes
+        if self._lora is not None:
+            del self._adapters, self._versions
         gc.collect()
         return_freed_memory()
         if self.weights_device.type == "cuda":
@@ -595,6 +632,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             max_new_tokens=pending.request.params.max_new_tokens - len(pending.token_ids),
             eos_token_id=pending.stop_ids,
             sampling=pending.sampling,
+            version=pending.version if self.keeps_versions else None,
         )
         if accepted is None:
             self._fail(pending, EngineFailed("the generation thread has ended"))
@@ -609,7 +647,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             if output.error is not None:
                 self._fail(pending, EngineFailed(output.error))
             elif not all(map(math.isfinite, logprobs)):
-                self._fail(pending, EngineFailed(f"logprobs are not finite under weight version {self._version}"))
+                self._fail(pending, EngineFailed(f"logprobs are not finite under weight version {pending.version}"))
             else:
                 self._extend(pending, tokens, logprobs, routes)
                 if tokens and tokens[-1] in pending.stop_ids:
@@ -629,7 +667,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
             computed = len(pending.request.input_ids) + len(pending.token_ids) - 1
             routes = Routes(routes.layout, routes.rows[:computed])
             pending.routes = routes if pending.routes is None else pending.routes.joined(routes, start=0)
-        pending.close_span(self._version, len(pending.token_ids))
+        pending.close_span(pending.version, len(pending.token_ids))
 
     def _end_unread(self, pending: _Pending) -> None:
         self._manager.cancel_request(pending.key)
@@ -707,23 +745,35 @@ class TransformersEngine(GenerationEngine[_Pending]):
             raise WeightsRefused(f"{path}: {error}", classify(error)) from error
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        num_aborted = await self._update(
-            version,
-            lambda: self._load_version(path, version),
-            abort_running=abort_running,
-        )
+        load: Callable[[], None] = partial(self._load_version, path, version)
+        if self._lora is not None:  # requests run meanwhile
+            self._check_alive()
+            load = await asyncio.to_thread(self._read_adapter, path, version)
+        num_aborted = await self._update(version, load, abort_running=abort_running)
         self._path = str(path)
         return num_aborted
 
     def _load_version(self, path: Path, version: WeightVersion) -> None:
         """In the control thread."""
-        if self._adapters is not None:
-            try:
-                check_about(path, self._adapters.lora, "", self._adapters.layers)
-            except WeightsError as error:
-                raise WeightsRefused(str(error), classify(error)) from error
         served = self._fingerprint if self._version is not None else ""
         self._fingerprint = self._live().load_version(path, version, self._verified, served)
+
+    def _read_adapter(self, path: Path, version: WeightVersion) -> Callable[[], None]:
+        """Verify and read a version. Returns the function that makes it the newest, for the control thread."""
+        adapters, new = self._versions.adapters, self._versions.empty()
+        try:
+            check_about(path, adapters.lora, "", adapters.layers)
+        except WeightsError as error:
+            raise WeightsRefused(str(error), classify(error)) from error
+        LiveTensors(new, self._places, self._others).load_version(path, version, self._verified)
+        return partial(self._versions.install, new, version, keeps=self.keeps_versions)
+
+    async def _unload(self, version: WeightVersion) -> None:
+        def unload() -> None:
+            with self._manager.pause():
+                self._versions.unload(version)
+
+        await self._in_control(unload)
 
     def _live(self) -> LiveTensors:
         return LiveTensors(self._model, self._places, self._others)
@@ -745,7 +795,16 @@ class TransformersEngine(GenerationEngine[_Pending]):
         Raises WeightsRefused; in that case nothing has changed.
         """
         self._fingerprint = ""  # the version on disk may have other files
-        await self._update(version, lambda: self._live().load(tensors))
+        await self._update(version, partial(self._load_tensors, tensors, version))
+
+    def _load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
+        """In the control thread."""
+        if self._lora is None:
+            self._live().load(tensors)
+        else:
+            new = self._versions.empty()
+            LiveTensors(new, self._places, self._others).load(tensors)
+            self._versions.install(new, version, keeps=self.keeps_versions)
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
         """Load a version in the control thread while no request runs; returns how many requests were ended for it."""
@@ -753,12 +812,13 @@ class TransformersEngine(GenerationEngine[_Pending]):
             kept = await self._in_control(lambda: self._load(load, version))
             for key, num_tokens in kept.items():
                 pending = self._running[key]
-                pending.close_span(self._version, len(pending.token_ids) + num_tokens)
+                pending.close_span(pending.version, len(pending.token_ids) + num_tokens)
+                pending.version = version
         return num_aborted
 
     def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
-        """In the control thread: call `load`. No request starts meanwhile, and none runs except those that a pause in place has
-        stopped.
+        """In the control thread, between two passes: call `load`. If the engine keeps one version, no request starts meanwhile, and
+        none runs except those that a pause in place has stopped.
 
         Returns, for each of the stopped requests, how many tokens it has sampled since the manager got it.
         """
@@ -771,6 +831,8 @@ class TransformersEngine(GenerationEngine[_Pending]):
             except BaseException:
                 self._version = None  # the copy failed half-way: serve nothing until a load succeeds
                 raise
+            if self.keeps_versions:
+                return {}
             if not self._held:
                 self._empty_cache()
                 return {}
@@ -784,7 +846,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._check_alive()
         if min(input_ids, default=-1) < 0 or max(input_ids) >= self._vocab_size:
             raise RequestRefused(f"input_ids to score must be one or more tokens from 0 to {self._vocab_size - 1}")
-        return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
+        return await self._in_control(partial(self._score, input_ids, version=version))  # type: ignore[no-any-return]
 
     async def scoring_noise(self, input_ids: list[int]) -> float:
         """The model's own rounding: the largest change of a logprob in other computations of the same text. These are without up
@@ -799,13 +861,16 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 others.append(await self._in_control(partial(self._score, input_ids, attention)))
         return max(abs(a - b) for other in others for a, b in zip(full, other, strict=False))
 
-    def _score(self, input_ids: list[int], implementation: str = "") -> list[float]:
+    def _score(
+        self, input_ids: list[int], implementation: str = "", *, version: WeightVersion | None = None
+    ) -> list[float]:
         """In the control thread, between two passes: score with the model in memory, without the manager's cache.
 
         implementation: of the attention, because that of generation needs the manager's pages; "": the one that fits.
         """
         attention = self._model.config._attn_implementation
-        with self._manager.pause(), torch.inference_mode():
+        versions = self._versions.of_text(version, len(input_ids)) if self._adapters else contextlib.nullcontext()
+        with self._manager.pause(), torch.inference_mode(), versions:
             self._model.set_attn_implementation(implementation or self._scoring)
             try:
                 ids_T = torch.tensor(input_ids, device=self.weights_device)
@@ -839,12 +904,13 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def _count_pass(self, num_new_tokens: int, num_query_tokens: int) -> None:
-        """In the generation thread, once per pass: count steps and tokens."""
+    def _count_pass(self, num_new_tokens: Mapping[WeightVersion | None, int]) -> None:
+        """In the generation thread, once per pass: count steps, and tokens by version. None: the only one."""
         self._num["steps"] += 1
-        self._num["tokens"] += num_new_tokens
+        self._num["tokens"] += sum(num_new_tokens.values())
         if self._on_tokens is not None:
-            self._on_tokens(num_new_tokens, str(self._version))
+            for version, count in num_new_tokens.items():
+                self._on_tokens(count, str(version or self._version))
 
     def _used_tokens(self) -> int:
         """KV cache use of the running requests. Read while the generation thread runs, so at most one pass old."""
@@ -912,7 +978,9 @@ class LiveTensors:
     model's. The generation thread must be paused.
     """
 
-    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place], others: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, model: torch.nn.Module | NewAdapter, places: Mapping[str, Place], others: Mapping[str, TensorSpec]
+    ) -> None:
         """places: of the checkpoint's tensors in the model's. others: tensors of the checkpoint that the model does not have. A
         version may have them, too."""
         state, parameters = model.state_dict(), dict(model.named_parameters())

@@ -182,6 +182,8 @@ class _Run:
             fetch_dir=config.weights.fetch_dir,
             full_every=config.weights.full_every,
             lora=config.train.lora,
+            # Prompts in flight were begun with one of eta + 1 versions, and one more is being loaded
+            num_versions=self.eta + 2 if config.generation.interrupt == "finish" else 1,
             shares_devices=bool(self.allocation.shared_workers),
             returns_routes=uses_routes(config.train),
         )

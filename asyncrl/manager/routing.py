@@ -99,7 +99,7 @@ class Server:
     used_tokens: int = 0  # KV cache tokens of its requests at the last poll, with an estimate for waiting ones
     num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
     promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
-    update_s: float = 0.0  # seconds in successful updates
+    update_s: float = 0.0  # seconds in which successful updates interrupted it
     is_new: bool = True  # its state has not changed yet: the previous manager may have had it load its version
     num_updates: int = 0  # updates that were begun
     failed_load: bool = False  # a load failed: the server stays interrupted until a load succeeds
@@ -140,6 +140,7 @@ class ServerTable:
     dead_after_s: float = 15.0
     max_groups: int = 0  # for each server; 0: no limit
     drain_timeout_s: float = 30.0
+    updates_interrupt: bool = True  # a server samples nothing while it is updated
     attempts: Fence[int] = field(default_factory=lambda: Fence(1))
     served: int = -1  # newest version of this attempt that any server has served; never decreases within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
@@ -304,7 +305,7 @@ class ServerTable:
             return False
         self._move(server, ServerState.HEALTHY, "")
         server.version = version
-        server.update_s += took_s
+        server.update_s += took_s if self.updates_interrupt else 0.0
         if version.version > self.served:
             self.served = version.version
             self._companions_until = now + min(took_s + LEAST_COMPANIONS_S, MOST_COMPANIONS_S)

@@ -102,6 +102,7 @@ class GserverManager(Worker):
             max_groups=options.max_groups_per_server,
             drain_timeout_s=options.drain_timeout_s,
             attempts=Fence(attempt),
+            updates_interrupt=config.interrupt != "finish",
         )
         ledger = Ledger(
             table,

@@ -256,10 +256,10 @@ async def test_requests_run_during_the_check_and_are_answered_after_it(
 ) -> None:
     score, goes_on, asked = TransformersEngine.score, asyncio.Event(), asyncio.Event()
 
-    async def held(self: TransformersEngine, input_ids: list[int]) -> list[float]:
+    async def held(self: TransformersEngine, *text: Any) -> list[float]:
         asked.set()
         await goes_on.wait()
-        return await score(self, input_ids)
+        return await score(self, *text)
 
     monkeypatch.setattr(TransformersEngine, "score", held)
     updating = asyncio.create_task(server.update(trainer.write(V0), V0))
@@ -366,7 +366,7 @@ async def test_scoring_between_the_passes_leaves_running_requests_exact(trainer:
 async def test_an_engine_that_cannot_score_serves_nothing(
     trainer: Trainer, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(self: TransformersEngine, input_ids: list[int]) -> list[float]:
+    async def fail(self: TransformersEngine, *text: Any) -> list[float]:
         raise engine_module.EngineFailed("no room")
 
     monkeypatch.setattr(TransformersEngine, "score", fail)

@@ -23,7 +23,7 @@ from asyncrl.weights.versions import version_dir
 _DIE_IN_UPDATE = """\
 import os, signal, sys
 def die_in_update(event, arguments):
-    if event != "open" or not str(arguments[0]).endswith("/model.safetensors"):
+    if event != "open" or not str(arguments[0]).endswith("model.safetensors"):
         return
     version = os.path.basename(os.path.dirname(str(arguments[0])))
     if not (version.startswith("a0") and version >= "{version}" and sys.argv[-1].endswith("{config}")):

@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.config.schema import (
     ConfigError,
     ExperimentConfig,
     GenerationConfig,
     LoraConfig,
+    ManagerConfig,
     PromptSourceConfig,
     RolloutConfig,
     TaskConfig,
     TrainConfig,
 )
 from asyncrl.launch.experiment import validate
+from asyncrl.launch.program import plan
 
 CONFIG = ExperimentConfig(
     experiment="finish",
@@ -38,3 +41,22 @@ def test_full_weights_cannot_finish() -> None:
 def test_engines_that_compute_with_one_version_cannot_finish(engine: str) -> None:
     with pytest.raises(ConfigError, match=f"the engine {engine} computes with one version at a time"):
         validate(replace(CONFIG, allocation=f"{engine}.d1+d1"))
+
+
+def test_servers_that_share_devices_have_nothing_to_finish() -> None:
+    config = replace(CONFIG, allocation="transformers.d1@0+d1@0", manager=ManagerConfig(max_head_offpolicyness=0))
+    with pytest.raises(
+        ConfigError, match=r"generation\.interrupt='finish': .*no request runs while servers get a version"
+    ):
+        validate(config)
+
+
+def test_a_server_keeps_eta_and_two_versions() -> None:
+    for interrupt, eta, kept in (("finish", 2, 4), ("finish", 0, 2), ("abort", 2, 1)):
+        config = replace(
+            CONFIG,
+            generation=GenerationConfig(interrupt=interrupt),
+            manager=ManagerConfig(max_head_offpolicyness=eta),
+        )
+        configs = [spec.config for spec in plan(config, num_prompts=100, attempt=1)]
+        assert [one.num_versions for one in configs if isinstance(one, GenerationServerConfig)] == [kept]
