@@ -52,6 +52,8 @@ case "$tier" in
         ASYNCRL_TEST_MARKS="$ASYNCRL_TEST_MARKS and not release"
         export ASYNCRL_ORACLE_SEEDS=100
         echo "== left out (--all has it): long tests (marked release), 900 seeds of the oracle"
+    elif ! command -v chromium >/dev/null; then # for the test of the page; if it fails, that test says what is missing
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium >/dev/null 2>&1 || true
     fi
     ;;
 *) exec python -m pytest "$@" ;;

@@ -1,7 +1,8 @@
-"""Says why a run does not learn: the symptoms in the metrics of its train steps, each with a remedy (pure).
+"""Advice from the records of a run, each with its figure and remedy (pure). The terminal prints it, and the page shows it.
 
-A run learns if its reward rises. Only if it does not are symptoms looked for, so a healthy run gets no advice: near the end of a
-task that is solved, most groups have equal rewards, too. All thresholds are here.
+Symptoms of the learning: a run learns if its reward rises. Only if it does not are they looked for, so a healthy run gets no such
+advice: near the end of a task that is solved, most groups have equal rewards, too. Symptoms of the data (sampler and trainer
+differ) and of the time (a side is idle) are looked for in every run. All thresholds are here.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.cli.run_files import number
+from asyncrl.cli.run_files import Run, number
 from asyncrl.master.report import REMEDIES
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 
 LEAST_STEPS = 12  # with fewer steps nothing is said
 WINDOW = 10  # steps: the newest are compared with the first
@@ -24,15 +26,27 @@ EQUAL_GROUPS_NEARLY_SOLVED = 0.9
 TRUNCATED = 0.5  # share of responses
 REJECTED = 0.3  # share of prompts
 ENTROPY = 0.05  # nats a token
+CAPPED = 0.05  # share of trained tokens
+MISMATCH = 0.05  # share of the first step's tokens, as in the wide bounds of train.mismatch (docs/algorithms.md)
+IDLE = 0.2  # share of the time
+OVERLAP = 0.1  # share of the training time in which servers generate: with less, the two sides alternate
+LEAST_S = 10.0  # of steps: the servers' journals have tenths of a second
+_NOT_LEARNING = "the reward does not rise"
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """A reason why a run does not learn."""
+    """Something in the records that has a remedy."""
 
     name: str
     brief: str  # for a step's line, such as `equal groups 94%`
-    text: str  # with the remedy
+    figure: str
+    remedy: str
+    title: str = _NOT_LEARNING
+
+    @property
+    def line(self) -> str:
+        return f"{self.title}: {self.figure}. {self.remedy}"
 
 
 class Advice:
@@ -42,6 +56,7 @@ class Advice:
         self._first: list[float] = []  # rewards of the first steps
         self._newest: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._lowest, self._highest = math.inf, -math.inf
+        self._largest_mismatch = math.nan  # share of tokens, of the first steps of attempts
         self.num_steps = 0
         for record in records:
             self.add(record)
@@ -55,11 +70,18 @@ class Advice:
         for key in ("reward/min", "reward/max"):
             if math.isfinite(reward := number(record, key)):
                 self._lowest, self._highest = min(self._lowest, reward), max(self._highest, reward)
+        if math.isfinite(share := number(record, "mismatch/share")):
+            self._largest_mismatch = max(share, self._largest_mismatch) if self._largest_mismatch >= 0 else share
 
     def symptoms(self) -> list[Symptom]:
-        """The symptoms of the newest steps; none if the reward rises, or if there are too few steps to tell."""
+        """The symptoms of the newest steps; none if there are too few steps to tell."""
         if self.num_steps < LEAST_STEPS:
             return []
+        found = (self._first_step(), self._capped(), self._slow_rewards())
+        return [*self._of_learning(), *(symptom for symptom in found if symptom is not None)]
+
+    def _of_learning(self) -> list[Symptom]:
+        """None if the reward rises."""
         spread = self._highest - self._lowest
         if not spread > 0:  # also without any reward
             return [self._same_reward()] if spread == 0 else []
@@ -72,15 +94,13 @@ class Advice:
         found = (self._equal_groups(solved), self._truncated(), self._rejected(), None if solved else self._entropy())
         return [symptom for symptom in found if symptom is not None]
 
-    def lines(self) -> list[str]:
-        return [f"the reward does not rise: {symptom.text}" for symptom in self.symptoms()]
-
     def _same_reward(self) -> Symptom:
-        text = (
-            f"every response so far has the reward {self._lowest:g}, so nothing can be learned. Compare responses and answers "
-            "(record.trajectories=true, then `asyncrl-launch inspect RUN`), and correct the reward function or the prompts"
+        remedy = (
+            "Compare responses and answers (record.trajectories=true, then `asyncrl-launch inspect RUN`), and correct the reward "
+            "function or the prompts"
         )
-        return Symptom("same_reward", f"all rewards {self._lowest:g}", text)
+        figure = f"every response so far has the reward {self._lowest:g}, so nothing can be learned"
+        return Symptom("same_reward", f"all rewards {self._lowest:g}", figure, remedy)
 
     def _equal_groups(self, solved: bool) -> Symptom | None:
         share = self._average("reward/equal_group_share")
@@ -92,45 +112,79 @@ class Advice:
             else "Use easier prompts or a stronger model, a larger rollout.group_size, or a reward with partial credit"
         )
         what = f"in {share:.0%} of the groups all rewards are equal: their advantages are 0"
-        text = f"{what}. {remedy}; rollout.reject_equal_rewards=true trains only on other groups"
-        return Symptom("equal_groups", f"equal groups {share:.0%}", text)
+        remedy += "; rollout.reject_equal_rewards=true trains only on other groups"
+        return Symptom("equal_groups", f"equal groups {share:.0%}", what, remedy)
 
     def _truncated(self) -> Symptom | None:
         share = self._average("length/truncated_share")
         if not share >= TRUNCATED:
             return None
-        text = (
-            f"{share:.0%} of the responses were cut off at rollout.sampling.max_new_tokens. Raise it, or let the model end its "
-            "responses: check chat template and EOS token, or shorten them by train.ppo.overlong_penalty"
+        figure = f"{share:.0%} of the responses were cut off at rollout.sampling.max_new_tokens"
+        remedy = (
+            "Raise it, or let the model end its responses: check chat template and EOS token, or shorten them by "
+            "train.ppo.overlong_penalty"
         )
-        return Symptom("truncated", f"cut off {share:.0%}", text)
+        return Symptom("truncated", f"cut off {share:.0%}", figure, remedy)
 
     def _rejected(self) -> Symptom | None:
+        shares = self._rejected_shares()
+        share = sum(shares.values())
+        if not share >= REJECTED:
+            return None
+        reason = max(shares, key=lambda name: shares[name])
+        remedy = REMEDIES.get(reason, "see the log of the rollout workers")
+        figure = f"{share:.0%} of the prompts were rejected, most of them as {reason}"
+        return Symptom("rejected", f"rejected {share:.0%}", figure, remedy[0].upper() + remedy[1:])
+
+    def _rejected_shares(self) -> dict[str, float]:
+        """Of the newest steps' prompts, the share that was rejected, by reason."""
         old, new = self._newest[0], self._newest[-1]
         counts = {
             key.partition("/")[2]: number(new, key) - (number(old, key) if key in old else 0.0)
             for key in new
             if key.startswith("rejected/")
         }
-        trained = sum(number(record, "batch/num_prompts") for record in list(self._newest)[1:])
-        total = sum(counts.values())
-        share = total / (total + trained) if total + trained > 0 else 0.0
-        if not share >= REJECTED:
-            return None
-        reason = max(counts, key=lambda name: counts[name])
-        remedy = REMEDIES.get(reason, "see the log of the rollout workers")
-        text = f"{share:.0%} of the prompts were rejected, most of them as {reason}. {remedy[0].upper()}{remedy[1:]}"
-        return Symptom("rejected", f"rejected {share:.0%}", text)
+        total = sum(counts.values()) + sum(number(record, "batch/num_prompts") for record in list(self._newest)[1:])
+        return {reason: count / total for reason, count in counts.items()} if total > 0 else {}
 
     def _entropy(self) -> Symptom | None:
         entropy = self._average("actor/entropy")
         if not entropy <= ENTROPY:
             return None
-        text = (
-            f"the entropy is {entropy:.3f} nats a token: the policy samples nearly the same response each time. Lower "
-            "train.optimizer.lr, or set train.ppo.entropy_coef, and begin anew"
+        figure = f"the entropy is {entropy:.3f} nats a token: the policy samples nearly the same response each time"
+        remedy = "Lower train.optimizer.lr, or set train.ppo.entropy_coef, and begin anew"
+        return Symptom("entropy", f"entropy {entropy:.3f}", figure, remedy)
+
+    def _first_step(self) -> Symptom | None:
+        share = self._largest_mismatch
+        if not share > MISMATCH:
+            return None
+        figure = (
+            f"{share:.0%} of the tokens of a first step have another logprob for the trainer than for their sampler"
         )
-        return Symptom("entropy", f"entropy {entropy:.3f}", text)
+        remedy = "docs/debugging.md, A mismatch in the first step, says how to find the cause"
+        return Symptom("mismatch", f"mismatch {share:.0%}", figure, remedy, "sampler and trainer differ")
+
+    def _capped(self) -> Symptom | None:
+        share = self._average("actor/cap_share")
+        if not share >= CAPPED:
+            return None
+        figure = f"{share:.0%} of the trained tokens have a behaviour weight out of bounds"
+        remedy = (
+            "If train.mismatch and weights.verify_logprobs find no error, the data is too old for the correction: lower "
+            "manager.max_head_offpolicyness or train.optimizer.lr"
+        )
+        return Symptom("capped", f"out of bounds {share:.0%}", figure, remedy, "sampler and trainer differ")
+
+    def _slow_rewards(self) -> Symptom | None:
+        share = self._rejected_shares().get("reward_timeout", 0.0)
+        if not share > 0:
+            return None
+        figure = f"{share:.1%} of the prompts were rejected because a reward exceeded rollout.reward_timeout_s"
+        remedy = REMEDIES["reward_timeout"]
+        return Symptom(
+            "reward_timeout", f"timeouts {share:.1%}", figure, remedy[0].upper() + remedy[1:], "slow rewards"
+        )
 
     def _average(self, key: str) -> float:
         return _mean([number(record, key) for record in self._newest])
@@ -153,7 +207,110 @@ class AdviceNews:
         num_steps = self._advice.num_steps
         due = [one for one in self._advice.symptoms() if num_steps >= 2 * self._said.get(one.name, 0)]
         self._said |= {symptom.name: num_steps for symptom in due}
-        return [f"step {record['step']}: the reward does not rise: {symptom.text}" for symptom in due]
+        return [f"step {record['step']}: {symptom.line}" for symptom in due]
+
+
+def advise(run: Run) -> list[Symptom]:
+    """All symptoms of a run's newest steps."""
+    idle = _idle(run)
+    return [*Advice(run.steps).symptoms(), *([idle] if idle is not None else [])]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """How the time of the newest steps was spent, as shares of it. The servers' journals have tenths of a second."""
+
+    waits_data: float
+    waits_weights: float
+    idle_servers: float  # no server generated
+    idle_both: float  # ... while the trainer waited for data
+    overlap: float  # share of the training time in which a server generated
+
+    @classmethod
+    def of(cls, run: Run) -> _Times | None:
+        """None: unknown, as for a run without servers, or too short. Steps that ended after the journals' newest entry, and a
+        second, are unknown."""
+        sums, newest_s = [0.0] * 7, run.generating.newest * JOURNAL_BUCKET_S + 1
+        for record in [record for record in run.steps[-WINDOW:] if number(record, "time") <= newest_s]:
+            keys = ("time", "time/step_s", "time/wait_data_s", "time/train_s", "time/wait_weights_s")
+            end, step_s, data_s, train_s, weights_s = (number(record, key) for key in keys)
+            begin, has_data = end - step_s, end - step_s + data_s
+            spans = ((begin, has_data), (has_data, has_data + train_s), (begin, end))
+            values = (step_s, data_s, train_s, weights_s, *(_busy_s(run, *span) for span in spans))
+            sums = [total + value for total, value in zip(sums, values, strict=True)]
+        total, waits_data, train, waits_weights, while_waiting, while_training, busy = sums
+        if run.generating.newest < 0 or not total >= LEAST_S or not train > 0:
+            return None
+        idle_both = max(0.0, waits_data - while_waiting) / total
+        return cls(
+            waits_data / total, waits_weights / total, max(0.0, 1 - busy / total), idle_both, while_training / train
+        )
+
+
+def _busy_s(run: Run, begin: float, end: float) -> float:
+    """Seconds of this span in which a server generated. NaN if the span is unknown."""
+    if not math.isfinite(begin + end):
+        return math.nan
+    first, last = math.floor(begin / JOURNAL_BUCKET_S), math.floor(end / JOURNAL_BUCKET_S)
+    return run.generating.count(first, last) * JOURNAL_BUCKET_S if last > first else 0.0
+
+
+def _idle(run: Run) -> Symptom | None:
+    """The side that is idle, and what would help: rewards, eta, or another split of the devices."""
+    times = _Times.of(run)
+    if times is None:
+        return None
+    waits, idle = f"the trainer waits for data {times.waits_data:.0%} of the time", f"{times.idle_servers:.0%}"
+    servers = f"no server generates in {idle} of the time"
+    if times.idle_both >= IDLE:
+        figure = f"in {times.idle_both:.0%} of the time the trainer waits for data and no server generates"
+        remedy = (
+            "Rewards, agents or tools take that time: make them faster, raise rollout.num_workers, or raise "
+            "manager.max_head_offpolicyness so that servers generate meanwhile"
+        )
+        return Symptom("idle_both", f"both idle {times.idle_both:.0%}", figure, remedy, "slow rewards")
+    if times.waits_data >= IDLE and times.overlap < OVERLAP:
+        remedy = "With devices of their own for both sides, manager.max_head_offpolicyness=1 or more lets them overlap"
+        return Symptom(
+            "alternating", f"waits {times.waits_data:.0%}", f"{waits}, and {servers}", remedy, "the sides alternate"
+        )
+    if times.waits_data >= IDLE and times.waits_data >= times.idle_servers:
+        remedy = _split(run, times) or "Give generation more devices, or sample shorter responses"
+        return Symptom(
+            "idle_trainer", f"trainer idle {times.waits_data:.0%}", f"{waits}; {servers}", remedy, "the trainer is idle"
+        )
+    if times.idle_servers >= IDLE:
+        remedy = (
+            _split(run, times) or "Give training more devices. A larger manager.max_head_offpolicyness does not help"
+        )
+        return Symptom("idle_servers", f"servers idle {idle}", f"{servers}; {waits}", remedy, "the servers are idle")
+    if times.waits_weights >= IDLE:
+        figure = f"the trainer waits {times.waits_weights:.0%} of the time until the previous version is written"
+        remedy = "Use a faster disk for the run's folder, or weights.fsync=false"
+        return Symptom("weights", f"weights {times.waits_weights:.0%}", figure, remedy, "the trainer is idle")
+    return None
+
+
+def _split(run: Run, times: _Times) -> str:
+    """The split of the same devices in proportion to the work of both sides. "": it is unknown, or the present one."""
+    training, generation = (_devices(run, kind) for kind in ("train", "generated"))
+    busy = training * (1 - times.waits_data - times.waits_weights), generation * (1 - times.idle_servers)
+    total = training + generation
+    if min(training, generation) < 1 or not sum(busy) > 0:
+        return ""
+    best = min(max(round(total * busy[1] / sum(busy)), 1), total - 1)
+    if best == generation:
+        return ""
+    return f"Of these {total} devices, about {best} should generate and {total - best} train; now {generation} and {training} do"
+
+
+def _devices(run: Run, kind: str) -> int:
+    """The devices of a side, from its throughput in all and for each device; 0: unknown."""
+    key = f"throughput/{kind}_tokens_per_s"
+    for record in reversed(run.steps[-WINDOW:]):
+        if (devices := number(record, key) / (number(record, f"{key}_per_device") or math.nan)) > 0:
+            return round(devices)
+    return 0
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import fmean
 
 from asyncrl.algorithms.metrics import METRICS, EvalName, at_most_k
-from asyncrl.cli.run_files import NAN, Record, Run, number
+from asyncrl.cli.run_files import NAN, Record, Run, RunFiles, number
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 
-TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"  # labels of axes
+# Labels of axes
+TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"
+SECONDS = "seconds since the run began"
 _WHOLE_STEP = ("step", "train", "wait_data", "wait_weights")  # times that other panels show
 
 
@@ -129,6 +132,7 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
 # computed from several values or from names that differ between runs are in _derived
 PANELS: tuple[tuple[str, str, str, float | None], ...] = (
     ("reward", "Reward", "mean reward", None),
+    ("reward_by_task", "Reward by task", "mean reward", None),
     ("at_k", "pass@k and majority@k", "share of prompts", None),
     ("off_policyness", "Off-policyness of first tokens", "versions behind", None),
     ("mixed_versions", "Responses of several versions", "% of the batch", None),
@@ -183,6 +187,10 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
     rewards = [name for name in filter(None, map(EvalName.parse, keys)) if name.value == "reward" and not name.task]
     return {
         "reward": [_evaluated(name, "") for name in rewards if name.eval_set],
+        "reward_by_task": [
+            *(_Measure(task, _metric(f"reward/{task}"), optional=True) for task in _names(runs, r"count/(.+)")),
+            *(_evaluated(name, name.task) for name in filter(None, map(EvalName.parse, keys)) if _is_of_task(name)),
+        ],
         "at_k": [_evaluated(best, best.value) for name in rewards for best in at_most_k(keys, name)],
         "mixed_versions": [_Measure("", _mixed)],
         "time_shares": [*waits, _Measure("no generation", _generation_idle)],
@@ -193,19 +201,27 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
     }
 
 
+def _is_of_task(name: EvalName) -> bool:
+    return name.value == "reward" and bool(name.task)
+
+
 def _evaluated(name: EvalName, shown: str) -> _Measure:
     """A metric of evaluations. shown: what the legend adds to set and mode."""
     label = ", ".join(filter(None, (name.eval_set, name.mode, shown)))
     return _Measure(label, _metric(str(name)), of_evaluations=True, optional=True)
 
 
-def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
-    """The curve of a measure; None if it has no finite value."""
+def _step_of(record: Record) -> float:
+    return number(record, "step")
+
+
+def _curve(run: Run, measure: _Measure, role: int, x_of: Callable[[Record], float] = _step_of) -> Curve | None:
+    """The curve of a measure; None if it has no finite value. x_of: the place of a record on the horizontal axis."""
     records = run.evaluations if measure.of_evaluations else run.steps
     y = tuple(measure.value(run, record) for record in records)
     if not any(map(math.isfinite, y)):
         return None
-    x = tuple(number(record, "step") for record in records)
+    x = tuple(map(x_of, records))
     return Curve(run.name, measure.name, role, x, y, points=measure.of_evaluations)
 
 
@@ -262,6 +278,69 @@ def _generation_idle(run: Run, record: Record) -> float:
     return 100 * (1 - run.generating.count(first, last) / (last - first))
 
 
+# ------------------------------------------------------------------------------------------------------------ over time
+
+
+def timeline(files: RunFiles, run: Run | None) -> list[Panel]:
+    """The panels of a run over the time since its first event: throughput and idle time of the steps of `run` (None: it has none),
+    and of all attempts the tokens and versions of each server, and rejections with attempts, restarts and faults."""
+    steps = [record for record in run.steps if math.isfinite(number(record, "time"))] if run is not None else []
+    times = [
+        *(number(record, "time") for record in steps[:1]),
+        *(time for time, _ in (*files.events, *files.published)),
+    ]
+    begin = min(times, default=0.0)
+    rates, versions, rejected = [], [], []
+    for role, (name, server) in enumerate(sorted(files.servers.items()), 1):
+        width_s = server.tokens.width_s
+        rates.append(_over_time(name, role, begin, [(time, total / width_s) for time, total in server.tokens.points()]))
+        versions.append(_over_time(name, role, begin, server.versions))
+    versions.append(_over_time("published", 0, begin, files.published))
+    for role, (reason, sums) in enumerate(sorted(files.rejected.items()), 1):
+        counts = accumulate(sums.points(), lambda before, point: (point[0], before[1] + point[1]))
+        rejected.append(_over_time(reason, role, begin, list(counts)))
+    marks = [(time, 0.0) for time, _ in files.events]
+    rejected.append(replace(_over_time("attempts, restarts, faults", 0, begin, marks), points=True))
+    panels = [
+        Panel("generated", "Tokens generated", "tokens/s", tuple(rates), x=SECONDS),
+        Panel("versions", "Weight versions of the servers", "version", tuple(versions), x=SECONDS),
+        Panel("rejected", "Rejected prompts; faults as points", "prompts so far", tuple(rejected), x=SECONDS),
+    ]
+    if run is not None:
+        timed = replace(run, steps=steps)
+        for name, title, unit, top, measures in _plan([timed]):
+            curves = (
+                _curve(timed, measure, role, lambda record: number(record, "time") - begin)
+                for role, measure in enumerate(measures)
+                if name in ("tokens", "time_shares")
+            )
+            panels.append(Panel(name, title, unit, tuple(filter(None, curves)), top=top, x=SECONDS))
+    shown = [replace(panel, curves=tuple(curve for curve in panel.curves if curve.x)) for panel in panels]
+    return [panel for panel in shown if panel.curves]
+
+
+def _over_time(name: str, role: int, begin: float, points: Sequence[tuple[float, float]]) -> Curve:
+    return Curve("", name, role, tuple(time - begin for time, _ in points), tuple(value for _, value in points))
+
+
+def thinned(shown: Panel, most: int) -> Panel:
+    """The panel with at most about `most` points a curve: of each stretch of a longer curve the lowest and the highest value."""
+    return replace(shown, curves=tuple(_thinned(curve, most) for curve in shown.curves))
+
+
+def _thinned(curve: Curve, most: int) -> Curve:
+    if len(curve.x) <= most:
+        return curve
+    width = math.ceil(2 * len(curve.x) / most)
+    kept = []
+    for begin in range(0, len(curve.x), width):
+        finite = [at for at in range(begin, min(begin + width, len(curve.x))) if math.isfinite(curve.y[at])]
+        kept += (
+            sorted({min(finite, key=curve.y.__getitem__), max(finite, key=curve.y.__getitem__)}) if finite else [begin]
+        )
+    return replace(curve, x=tuple(curve.x[at] for at in kept), y=tuple(curve.y[at] for at in kept))
+
+
 def smoothed(values: Sequence[float], window: int) -> list[float]:
     """Running mean over the finite values in a window around each value; NaN stays NaN."""
     half = window // 2
@@ -287,23 +366,25 @@ def as_json(shown: Picture) -> dict[str, object]:
             }
             for run in shown.runs
         ],
-        "panels": [
-            {
-                "name": panel.name,
-                "title": panel.title,
-                "unit": panel.unit,
-                "x": panel.x,
-                "series": [
-                    {
-                        "run": curve.run,
-                        "name": curve.name,
-                        "x": curve.x,
-                        "y": [y if math.isfinite(y) else None for y in curve.y],
-                    }
-                    for curve in panel.curves
-                ],
-            }
-            for panel in shown.panels
-        ],
+        "panels": [panel_object(panel) for panel in shown.panels],
         "missing": shown.missing,
+    }
+
+
+def panel_object(panel: Panel) -> dict[str, object]:
+    """A panel, for JSON; null for a missing value."""
+    return {
+        "name": panel.name,
+        "title": panel.title,
+        "unit": panel.unit,
+        "x": panel.x,
+        "series": [
+            {
+                "run": curve.run,
+                "name": curve.name,
+                "x": curve.x,
+                "y": [y if math.isfinite(y) else None for y in curve.y],
+            }
+            for curve in panel.curves
+        ],
     }

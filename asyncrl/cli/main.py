@@ -36,6 +36,7 @@ from asyncrl.cli.commands import (
     status,
     stop,
     trace,
+    ui,
 )
 from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json, say
 from asyncrl.cli.doctor import installed_version
@@ -64,6 +65,7 @@ _COMMANDS = (
     scale,
     logs,
     plot,
+    ui,
     inspect,
     audit,
     eval,
@@ -114,6 +116,7 @@ _EPILOG = """examples, in the order of first use:
   asyncrl-launch status runs/sloppy-sorter/second                   in another terminal: what each process waits for
   asyncrl-launch logs   runs/sloppy-sorter/second -f                the logs of all its processes in one stream
   asyncrl-launch plot   runs/sloppy-sorter/second                   its curves, as a picture file
+  asyncrl-launch ui     runs/sloppy-sorter/second                   its page: curves, time, processes, tokens, advice
   asyncrl-launch scale  runs/sloppy-sorter/second generation=3      change the number of generation servers while it runs
   asyncrl-launch stop   runs/sloppy-sorter/second                   stop it, like Ctrl-C
   asyncrl-launch resume runs/sloppy-sorter/second                   continue from its newest checkpoint

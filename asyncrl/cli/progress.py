@@ -22,7 +22,7 @@ from rich.status import Status
 from rich.text import Text
 
 from asyncrl.algorithms.metrics import EvalName, at_most_k
-from asyncrl.cli.advice import Advice, AdviceNews
+from asyncrl.cli.advice import AdviceNews, advise
 from asyncrl.cli.evaluation_table import evaluation_table
 from asyncrl.cli.run_files import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
@@ -503,7 +503,7 @@ def print_summary(run_dir: Path, console: Console) -> None:
         console.print(f"Everything of this run is in {run_dir}", markup=False, highlight=False, soft_wrap=True)
         return
     recorded = not mode.trains
-    advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
+    advice = [found.line for run in read_runs([run_dir], lambda _: False)[-1:] for found in advise(run)]
     rows = recording_rows(summary) if recorded else _summary_rows(summary, advice)
     cells = [(label, escape(text)) for label, text in rows]
     console.print(FittedTable("Summary", ["", Column("", "text")], cells, show_header=False))

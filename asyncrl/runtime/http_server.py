@@ -13,7 +13,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -33,18 +33,24 @@ _strangers: dict[object, asyncio.Future[None]] = {}  # keyed by the protocol obj
 
 
 async def serve(
-    runner: web.BaseRunner, host: str, port: int = 0, *, backlog: int = 1024, for_others: bool = False
+    runner: web.BaseRunner,
+    host: str,
+    port: int = 0,
+    *,
+    backlog: int = 1024,
+    for_others: bool = False,
+    open_paths: Collection[str] = (),
 ) -> str:
     """Bind (port 0: a free one), serve `runner`, and return the URL to publish. The caller must clean up the runner.
 
     A request from a stranger is refused before the runner's handler is called. A run that uses Unix sockets serves on one of
     them. for_others: for clients outside asyncrl: serve on TCP in any case, and pass every request to the runner, which must
-    refuse those of strangers itself.
+    refuse those of strangers itself. open_paths: strangers may GET these paths, whose answers are the same for every run.
     """
     secured = security.current()
     await runner.setup()
     if not for_others:
-        _refuse_strangers(runner.server)
+        _refuse_strangers(runner.server, open_paths)
         if path := unix_sockets.new_path():
             await web.UnixSite(runner, path, backlog=backlog).start()
             return unix_sockets.url_of(path)
@@ -88,26 +94,32 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
 
 @contextlib.asynccontextmanager
 async def listen_routes(
-    *routes: web.RouteDef, host: str, max_body_bytes: int = 1 << 20, cancels: bool = False
+    *routes: web.RouteDef,
+    host: str,
+    port: int = 0,
+    max_body_bytes: int = 1 << 20,
+    cancels: bool = False,
+    open_paths: Collection[str] = (),
 ) -> AsyncIterator[str]:
-    """Serve these routes to the run, on a free port, and yield the URL to publish. cancels: cancel the handler of a request when
-    its client disconnects.
+    """Serve these routes to the run, on `port` (0: a free one), and yield the URL to publish. cancels: cancel the handler of a
+    request when its client disconnects. open_paths: see `serve`.
     """
     app = web.Application(client_max_size=max_body_bytes)
     app.add_routes(routes)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=cancels)
     try:
-        yield await serve(runner, host)
+        yield await serve(runner, host, port, open_paths=open_paths)
     finally:
         await runner.cleanup()
 
 
-def _refuse_strangers(server: Any) -> None:
-    """Make aiohttp's server refuse requests of strangers before it calls its handler."""
+def _refuse_strangers(server: Any, open_paths: Collection[str]) -> None:
+    """Make aiohttp's server refuse requests of strangers before it calls its handler, except GET of open_paths."""
     answer: Answer = server.request_handler
 
     async def answer_the_run(request: web.BaseRequest) -> web.StreamResponse:
-        return _refusal_of(request) or await answer(request)
+        is_open = request.method == "GET" and request.path in open_paths
+        return (None if is_open else _refusal_of(request)) or await answer(request)
 
     server.request_handler = answer_the_run
 

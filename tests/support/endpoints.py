@@ -58,6 +58,18 @@ HTTP: dict[str, dict[str, str]] = {
         "POST /broadcast_weights": "gserver_manager",
     },
     "replayer": {"POST /report": "master"},
+    # A process of a user, `asyncrl-launch ui`. It has a token of its own; / and /{file} are the same for every run, and open
+    "ui": {
+        "GET /": "-",
+        "GET /{file}": "-",
+        "GET /api/runs": "user",
+        "GET /api/learning": "user",
+        "GET /api/time": "user",
+        "GET /api/processes": "user",
+        "GET /api/trajectories": "user",
+        "GET /api/trajectory": "user",
+        "GET /api/advice": "user",
+    },
     "rollout_worker": {
         "POST /v1/chat/completions": "agents, by a session's id",
         "POST /v1/responses": "agents, by a session's id",

@@ -1,16 +1,17 @@
 """A run that does not learn is told why; a healthy run gets no advice."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from asyncrl.cli.advice import LEAST_STEPS, Advice, AdviceNews
+from asyncrl.cli.advice import LEAST_STEPS, Advice, AdviceNews, advise
 from asyncrl.cli.commands.plot import _notes
 from asyncrl.cli.commands.run import JsonView
 from asyncrl.cli.curves import picture
 from asyncrl.cli.progress import RunView, step_line
-from asyncrl.cli.run_files import read_runs
+from asyncrl.cli.run_files import Run, Tenths, read_runs
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
 HEALTHY = {
@@ -67,7 +68,7 @@ def test_a_task_that_is_nearly_solved_has_equal_groups():
     """As at the end of the quickstart, and after a resume there."""
     solved = records([0.93] * 30, reward__equal_group_share=0.8, actor__entropy=0.01)
     assert names(solved) == []
-    assert "too easy" in Advice(records([0.97] * 30, reward__equal_group_share=0.95)).symptoms()[0].text
+    assert "too easy" in Advice(records([0.97] * 30, reward__equal_group_share=0.95)).symptoms()[0].remedy
 
 
 def test_rejected_prompts_are_told_with_the_remedy_of_the_main_reason():
@@ -75,7 +76,9 @@ def test_rejected_prompts_are_told_with_the_remedy_of_the_main_reason():
     for at, record in enumerate(found):
         record |= {"rejected/prompt_too_long": 60.0 * at, "rejected/reward_error": 1.0}
     (symptom,) = Advice(found).symptoms()
-    assert symptom.text.startswith("48% of the prompts were rejected, most of them as prompt_too_long. Leave long")
+    assert symptom.line.startswith(
+        "the reward does not rise: 48% of the prompts were rejected, most of them as prompt_too_long. Leave long"
+    )
 
 
 def test_advice_is_repeated_when_the_steps_have_doubled():
@@ -105,3 +108,115 @@ def test_run_and_plot_tell_the_advice(tmp_path, capsys):
     shown = picture(read_runs([tmp_path], lambda _: False))
     assert any("the reward does not rise: in 90%" in note for note in _notes(shown, [tmp_path]))
     assert "without_signal" in [panel.name for panel in shown.panels]
+
+
+# ------------------------------------------------------------------------------------------- the data, and the idle side
+
+
+@pytest.mark.parametrize(
+    ("changes", "title", "figure"),
+    [
+        (
+            {"actor__cap_share": 0.06},
+            "sampler and trainer differ",
+            "6% of the trained tokens have a behaviour weight out of",
+        ),
+        (
+            {"mismatch__share": 0.07},
+            "sampler and trainer differ",
+            "7% of the tokens of a first step have another logprob",
+        ),
+        ({"actor__cap_share": 0.04, "mismatch__share": 0.04}, "", ""),
+    ],
+)
+def test_sampler_and_trainer_that_differ_are_told_also_if_the_reward_rises(changes, title, figure):
+    found = Advice(records(RISING, **changes)).symptoms()
+    assert [one.title for one in found] == [title] * bool(title)
+    assert all(one.figure.startswith(figure) and one.remedy for one in found)
+
+
+def test_rewards_that_time_out_are_slow():
+    found = records(RISING)
+    for at, record in enumerate(found):
+        record["rejected/reward_timeout"] = float(at)
+    (symptom,) = Advice(found).symptoms()
+    assert symptom.line.startswith("slow rewards: 1.5% of the prompts were rejected because a reward exceeded")
+
+
+def timed_run(data_s, train_s, weights_s, generates, *, devices=(2, 2), servers=True):
+    """Steps of which the trainer waits for data, trains, and waits for weights. generates(tenths since the step began): whether
+    a server generates then. devices: of training, and of generation."""
+    step_s, steps, generating = data_s + train_s + weights_s, records(RISING), Tenths()
+    for at, record in enumerate(steps):
+        record |= {"time": step_s * (at + 1), "time/step_s": step_s, "time/train_s": train_s}
+        record |= {"time/wait_data_s": data_s, "time/wait_weights_s": weights_s}
+        for kind, number in zip(("train", "generated"), devices, strict=True):
+            record |= {
+                f"throughput/{kind}_tokens_per_s": 10.0 * number,
+                f"throughput/{kind}_tokens_per_s_per_device": 10.0,
+            }
+        for tenth in range(round(10 * step_s)) if servers else ():
+            if generates(tenth):
+                generating.add(round(10 * step_s * at) + tenth)
+    return Run("r", Path(), 1, steps, [], generating)
+
+
+def always(_):
+    return True
+
+
+@pytest.mark.parametrize(
+    ("run", "title", "figure", "remedy"),
+    [
+        # The trainer works half of the time: 2 devices do the work of 1, so 3 of 4 should generate
+        (
+            timed_run(5.0, 5.0, 0.0, always),
+            "the trainer is idle",
+            "waits for data 50% of the time; no server generates in 0%",
+            "Of these 4 devices, about 3 should generate and 1 train; now 2 and 2 do",
+        ),
+        # The servers work 40 % of the time: 6 devices do the work of 2.4, so of 8 devices about 4 should generate
+        (
+            timed_run(0.0, 10.0, 0.0, lambda tenth: tenth < 40, devices=(2, 6)),
+            "the servers are idle",
+            "no server generates in 60% of the time; the trainer waits for data 0%",
+            "Of these 8 devices, about 4 should generate and 4 train; now 6 and 2 do",
+        ),
+        (
+            timed_run(5.0, 5.0, 0.0, always, devices=(1, 1)),
+            "the trainer is idle",
+            "50%",
+            "Give generation more devices",
+        ),
+        (
+            timed_run(0.0, 7.0, 3.0, always),
+            "the trainer is idle",
+            "waits 30% of the time until the previous",
+            "faster disk",
+        ),
+        (timed_run(6.0, 4.0, 0.0, lambda tenth: tenth < 60), "the sides alternate", "60%", "max_head_offpolicyness=1"),
+        # It generates for 2 s, and then the rewards take 4 s
+        (
+            timed_run(6.0, 4.0, 0.0, lambda tenth: tenth < 20),
+            "slow rewards",
+            "in 40% of the time",
+            "Rewards, agents or tools",
+        ),
+        (timed_run(1.0, 8.5, 0.5, lambda tenth: tenth % 10), None, "", ""),
+        (timed_run(9.0, 1.0, 0.0, always, servers=False), None, "", ""),  # mode=sync
+        (timed_run(0.45, 0.45, 0.0, always), None, "", ""),  # too short to tell
+    ],
+)
+def test_the_idle_side_is_named_with_its_share_and_what_would_help(run, title, figure, remedy):
+    found = advise(run)
+    assert [one.title for one in found] == [title] * (title is not None)
+    for one in found:
+        assert figure in one.figure
+        assert remedy in one.remedy
+
+
+def test_advice_survives_records_with_missing_values():
+    run = timed_run(5.0, 5.0, 0.0, always)
+    for key in sorted(run.steps[-1]):
+        steps = [*run.steps[:-1], {name: value for name, value in run.steps[-1].items() if name != key}]
+        advise(Run("r", Path(), 1, steps, [], run.generating))

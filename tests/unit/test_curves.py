@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.cli.curves import as_json, picture, smoothed
+from asyncrl.cli.curves import as_json, picture, smoothed, thinned
 from asyncrl.cli.run_files import distinct_names, read_records, read_runs
 
 
@@ -366,3 +366,26 @@ def test_running_mean():
     assert smoothed([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
     assert smoothed([1.0, math.nan, 3.0], 3) == pytest.approx([1.0, math.nan, 3.0], nan_ok=True)
     assert smoothed([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def test_thinned_curves_keep_their_extremes(tmp_path):
+    rewards = [math.sin(at) for at in range(5000)]
+    rewards[1234], rewards[4321], rewards[77] = 9.0, -9.0, math.nan
+    records = [step(at + 1, **{"reward/mean": reward}) for at, reward in enumerate(rewards)]
+    (panel, *_) = picture(read_runs([write_run(tmp_path / "t0", records)])).panels
+    (curve,) = thinned(panel, 500).curves
+    assert len(curve.x) <= 500
+    assert list(curve.x) == sorted(curve.x)
+    assert dict(zip(curve.x, curve.y, strict=True))[1235] == 9.0
+    assert min(curve.y) == -9.0
+    assert thinned(panel, 5000) == panel
+
+
+def test_tasks_have_a_panel_with_their_evaluations(tmp_path):
+    records = [
+        step(1, **{"count/sort": 4.0, "reward/sort": 0.5}),
+        evaluation(1, **{"eval/hard/greedy_reward.sort": 0.25}),
+    ]
+    shown = picture(read_runs([write_run(tmp_path / "t0", records, generating=[[101.0]])]))
+    assert curves_of(shown, "reward_by_task") == {("t0", "sort"): [(1, 0.5)], ("t0", "hard, greedy, sort"): [(1, 0.25)]}
+    assert shown.missing == ()

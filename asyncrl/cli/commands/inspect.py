@@ -194,17 +194,17 @@ def _texts(tokenizer_path: str, notes: list[str]) -> Texts | None:
 # ---------------------------------------------------------------------------------------------------------- the view
 
 
-def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View:
-    """Read a trajectory's file, and the configs and tokenizer of its run. Raises TrajectoryError; IndexError if the group has no
-    such sequence."""
+def make_view(path: Path, *, sequence: int = 0, around: Surroundings | None = None, compute: bool = True) -> View:
+    """Read a trajectory's file. around: the configs and tokenizer of its run; None: read them, too. compute: advantages that are
+    not recorded, which imports torch. Raises TrajectoryError; IndexError if the group has no such sequence."""
     trajectory = read_trajectory(path)
     header, sample = trajectory.header, trajectory.sample
-    around = surroundings_of(path.absolute())
+    around = around or surroundings_of(path.absolute())
     notes = list(around.notes)
     sequences = sequence_rows(trajectory, around.texts)
     if not 0 <= sequence < len(sequences):
         raise IndexError(f"--sequence {sequence}: the group has the sequences 0 to {len(sequences) - 1}")
-    advantages_T = _advantages(path, trajectory, around.master, notes) if advantages else None
+    advantages_T = _advantages(path, trajectory, around.master, notes, compute=compute)
     prompt_text = around.texts.text(sample.data["packed_prompts"].tolist()) if around.texts else None
     meta = header.meta
     return View(
@@ -213,7 +213,7 @@ def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View
         prompt=f"e{meta.locator.epoch}-p{meta.locator.position}",
         attempt=meta.attempt,
         head=meta.head,
-        task=_task_name(meta.task_id, around.rollout),
+        task=task_name(meta.task_id, around.rollout),
         trained=header.trained,
         step=header.step,
         position=header.position,
@@ -230,7 +230,7 @@ def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View
     )
 
 
-def _task_name(task_id: int, rollout: RolloutWorkerConfig | None) -> str:
+def task_name(task_id: int, rollout: RolloutWorkerConfig | None) -> str:
     """The name of a task id: ids number the tasks in alphabetical order."""
     names = sorted(rollout.rollout.tasks) if rollout is not None else []
     return names[task_id] if 0 <= task_id < len(names) else str(task_id)
@@ -295,7 +295,7 @@ def token_rows(
 
 
 def _advantages(
-    path: Path, trajectory: Trajectory, master: MasterWorkerConfig | None, notes: list[str]
+    path: Path, trajectory: Trajectory, master: MasterWorkerConfig | None, notes: list[str], *, compute: bool
 ) -> Array | None:
     """Advantages per token of the group: the recorded ones or, if none were recorded (mode=rollout_only), computed from the run's
     config. None if they cannot be computed; a note gives the reason.
@@ -303,6 +303,9 @@ def _advantages(
     if "advantages" in trajectory.sample.keys:
         trained: Array = trajectory.sample.data["advantages"]
         return trained
+    if not compute:
+        notes.append("no advantages are recorded; `asyncrl-launch inspect` computes them")
+        return None
     if master is None:
         notes.append("no advantages: the config of the run's master was not found")
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.advice import Advice
+from asyncrl.cli.advice import advise
 from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import Picture, as_json, picture
@@ -73,7 +73,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         if arguments.out is not None:
             write_picture(shown, arguments.out)
-        advice = {run.name: Advice(run.steps).lines() for run in shown.runs}
+        advice = {run.name: [found.line for found in advise(run)] for run in shown.runs}
         print_json({**as_json(shown), "picture": arguments.out and str(arguments.out), "advice": advice})
         return 0
     out = arguments.out or _default_path(run_dirs)
@@ -86,7 +86,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
 
 def _notes(shown: Picture, run_dirs: list[Path]) -> list[str]:
     """Notes about runs that do not learn, and about what is not in the picture."""
-    notes = [f"{run.name}: {line}" for run in shown.runs for line in Advice(run.steps).lines()]
+    notes = [f"{run.name}: {found.line}" for run in shown.runs for found in advise(run)]
     notes += [f"left out: {text}" for text in shown.missing]
     drawn = {run.run_dir for run in shown.runs}
     notes += [f"{path}: nothing to draw (yet)" for path in run_dirs if path.resolve() not in drawn]

@@ -7,14 +7,16 @@ etcd. With --json every event is one JSON object on a line of its own, for progr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,13 +52,15 @@ from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher, View
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
 from asyncrl.launch.redact import redact_urls
-from asyncrl.launch.rundir import LaunchError, next_attempt
+from asyncrl.launch.rundir import LaunchError, keep_private, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.status import WorkerStatus
+from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
-from asyncrl.runtime.process import python_module
+from asyncrl.runtime.process import dying_with_parent, python_module
 
 _OURS = re.compile(rf"config\.yaml|(?:{'|'.join(CONFIG_CLASSES)})_\d+\.yaml")
 
@@ -148,6 +152,7 @@ _EPILOG = """
 examples:
   asyncrl-launch run configs/quickstart_cpu.yaml
   asyncrl-launch run configs/quickstart_cpu.yaml trial=sync manager.max_head_offpolicyness=0
+  asyncrl-launch run configs/quickstart_cpu.yaml --ui          and show it on a web page
   asyncrl-launch run my_run.yaml --dry-run                     write every process's resolved config, start nothing
   asyncrl-launch run my_run.yaml --dry-run --output /tmp/dry
   asyncrl-launch run my_run.yaml cluster=slurm slurm.nodes=4 slurm.gpus_per_node=8    as a job; --dry-run prints its script
@@ -164,6 +169,9 @@ def add_to(commands: Commands) -> None:
     parser = add_config_command(commands, "run", run, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "--dry-run", action="store_true", help="write config.yaml and each process's resolved config; start nothing"
+    )
+    parser.add_argument(
+        "--ui", action="store_true", help="show the run on a web page, as `asyncrl-launch ui` does, until it ends"
     )
     supervises(parser)
     add_detach(parser)
@@ -183,6 +191,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.output and not arguments.dry_run:
         raise ConfigError("--output works with --dry-run only; set the folder of a run with fileroot=... and trial=...")
     draft = draft_experiment(arguments.config, arguments.overrides)
+    if arguments.ui and (arguments.dry_run or is_to_submit(draft.config)):
+        raise ConfigError(
+            "--ui shows a run of this machine; for a job: asyncrl-launch ui RUN, where its folder is mounted"
+        )
     if not arguments.dry_run:
         return start(draft, arguments, console)
     if is_to_submit(draft.config):
@@ -198,9 +210,10 @@ def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
     if is_to_submit(config):
         return _submit(config, arguments, console)
     refuse_too_large(config, partial(say, console))
+    with_page = getattr(arguments, "ui", False)
     if arguments.json:
-        return _run_for_machines(config, num_prompts)
-    return _run_for_people(config, num_prompts, console)
+        return _run_for_machines(config, num_prompts, with_page=with_page)
+    return _run_for_people(config, num_prompts, console, with_page=with_page)
 
 
 def checked(draft: Draft, console: Console, *, download: bool) -> tuple[ExperimentConfig, int]:
@@ -251,11 +264,11 @@ def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Co
     return code
 
 
-def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console) -> int:
+def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console, *, with_page: bool) -> int:
     run_dir = run_directory(config)
     steps = total_steps(config, num_prompts)
     say(console, f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest")
-    code = launched(config, num_prompts, RunView(run_dir, steps, console))
+    code = launched(config, num_prompts, RunView(run_dir, steps, console), with_page=with_page)
     if code == 0:
         print_summary(run_dir, console)
         say(console, _next_steps(run_dir))
@@ -264,13 +277,13 @@ def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console
     return code
 
 
-def _run_for_machines(config: ExperimentConfig, num_prompts: int) -> int:
+def _run_for_machines(config: ExperimentConfig, num_prompts: int, *, with_page: bool) -> int:
     run_dir = run_directory(config)
     view = JsonView(run_dir)
     processes = process_objects(_plan(phases(config)[0], num_prompts))
     view.emit("start", run_dir=str(run_dir), processes=processes, sizes=sizes(config, num_prompts))
     try:
-        code = launched(config, num_prompts, view)
+        code = launched(config, num_prompts, view, with_page=with_page)
     except LaunchError as error:
         view.emit("end", exit_code=FAILED, **error_object("failed", redact_urls(str(error))))
         return FAILED
@@ -292,12 +305,36 @@ class _ClosableView(View, Protocol):
     def close(self) -> None: ...
 
 
-def launched(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> int:
+@contextlib.contextmanager
+def _page(config: ExperimentConfig, view: View) -> Iterator[None]:
+    """A page of the run, in a process of its own. It ends with the block, and with this process."""
+    run_dir = run_directory(config)
+    keep_private(run_dir, config.runtime.group)
+    command = dying_with_parent(python_module("asyncrl.cli.main", "ui", str(run_dir), "--json"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as page:
+        assert page.stdout is not None
+        told = on_thread(page.stdout.readline)
+        told.add_done_callback(lambda line: view.say(_page_text(line.result())))
+        try:
+            yield
+        finally:
+            page.kill()
+
+
+def _page_text(line: bytes) -> str:
+    try:
+        return f"the page: {msgspec.json.decode(line)['url']}"
+    except (*DECODE_ERRORS, KeyError):
+        return f"there is no page: {line.decode(errors='replace').strip() or 'its process has ended'}"
+
+
+def launched(config: ExperimentConfig, num_prompts: int, view: _ClosableView, *, with_page: bool = False) -> int:
     """Run a checked config to its end, and return the exit code. No process of the run is left. Raises LaunchError."""
     handler = _NoticeHandler(view)
     logging.getLogger("asyncrl").addHandler(handler)
     try:
-        return LocalLauncher(config, num_prompts, view).run()
+        with _page(config, view) if with_page else contextlib.nullcontext():
+            return LocalLauncher(config, num_prompts, view).run()
     finally:
         view.close()
         logging.getLogger("asyncrl").removeHandler(handler)

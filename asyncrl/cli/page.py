@@ -1,0 +1,248 @@
+"""The page of `asyncrl-launch ui`: views of runs, for a browser. It only reads, in a process of its own: the folders of runs, and
+the statuses in the name resolve of a run that is running, at most once a second however often it is asked.
+
+The files in page_files/ are open to every client that reaches the port; they are the same for every run. All else is answered only
+with the token that the command prints (runtime/http_server.py). The token is in the URL after `#`, which browsers do not send; the
+page's script sends it in a header. So no other site that the browser shows can read a run, and no proxy logs the token.
+
+Texts of a run are data: they travel as JSON, and the script puts them into text nodes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.cli.advice import advise
+from asyncrl.cli.commands.common import goes_on, names_of, not_running
+from asyncrl.cli.commands.inspect import Surroundings, make_view, surroundings_of, task_name
+from asyncrl.cli.curves import Panel, panel_object, picture, thinned, timeline
+from asyncrl.cli.live_state import read_seen
+from asyncrl.cli.run_files import Run, RunFiles, read_entry
+from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.data.trajectories import TrajectoryError, read_header
+from asyncrl.launch.redact import redact_urls
+from asyncrl.launch.rundir import LaunchError, is_running, read_record
+from asyncrl.launch.standstill import wait_texts
+from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.runtime.clock import Clock
+
+_POINTS = 500  # most points of a curve
+_FRESH_S = 1.0  # an answer is given again for this long
+_MOST_ANSWERS = 32  # kept
+_MOST_SEARCHED, _MOST_FOUND = 2000, 200  # recorded trajectories
+_BOUNDS = {"min_reward": "-inf", "max_reward": "inf", "min_tokens": "0", "max_tokens": "inf"}
+_FILES = {
+    "/": "index.html",
+    **{f"/{name}": name for name in ("page.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")},
+}
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+OPEN_PATHS = frozenset(_FILES)
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+View = Callable[["Page", Mapping[str, str]], object]
+
+
+class Page:
+    """Makes the answers, one at a time.
+
+    consumes: requests. produces: answers.
+    waits for: the disk, and name resolve up to its limit, on a thread. unblocked by: both.
+    """
+
+    def __init__(self, run_dirs: Mapping[str, Path], clock: Clock) -> None:
+        """run_dirs: by the name that requests use."""
+        self._run_dirs, self._clock = run_dirs, clock
+        self._files = {name: RunFiles(path) for name, path in run_dirs.items()}
+        self._one_at_a_time = asyncio.Lock()
+        self._groups: dict[Path, dict[str, Any]] = {}  # the newest recorded files of one run
+        self._surroundings: tuple[Path, Surroundings] | None = None
+        self._answers: dict[str, tuple[float, bytes]] = {}  # request -> (monotonic seconds, JSON); the oldest first
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", _send_file),
+            web.get("/{file}", _send_file),
+            web.get("/api/runs", self._answering(Page._runs)),
+            web.get("/api/learning", self._answering(Page._learning)),
+            web.get("/api/time", self._answering(Page._time)),
+            web.get("/api/processes", self._answering(Page._processes)),
+            web.get("/api/trajectories", self._answering(Page._trajectories)),
+            web.get("/api/trajectory", self._answering(Page._trajectory)),
+            web.get("/api/advice", self._answering(Page._advice)),
+        ]
+
+    def _answering(self, view: View) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                body = await self._body(request.path_qs, view, dict(request.query))
+            except (LookupError, ValueError) as error:  # ValueError: of numbers, paths and files of trajectories
+                return _response(_error(error), "application/json", 404)
+            except (LaunchError, OSError) as error:
+                return _response(_error(error), "application/json", 503)
+            return _response(body, "application/json")
+
+        return answer
+
+    async def _body(self, asked: str, view: View, query: Mapping[str, str]) -> bytes:
+        async with self._one_at_a_time:
+            made, body = self._answers.pop(asked, (-_FRESH_S, b""))
+            if self._clock.monotonic() - made >= _FRESH_S:
+                body = await asyncio.to_thread(lambda: msgspec.json.encode(view(self, query)))
+                made = self._clock.monotonic()
+            self._answers[asked] = made, body
+            while len(self._answers) > _MOST_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+            return body
+
+    def _of(self, query: Mapping[str, str]) -> RunFiles:
+        """The run that a request names, read to its end. Raises LookupError."""
+        if (files := self._files.get(query.get("run", ""))) is None:
+            raise LookupError("there is no such run on this page")
+        return files.read()
+
+    # -------------------------------------------------------------------------------------------------------------- views
+
+    def _runs(self, _: Mapping[str, str]) -> object:
+        entries = {name: read_entry(path) for name, path in self._run_dirs.items()}
+        return [{**asdict(entry), "name": name} for name, entry in entries.items()]
+
+    def _learning(self, query: Mapping[str, str]) -> object:
+        return {"panels": [_shown(panel) for panel in picture(self._of_all(query)).panels]}
+
+    def _of_all(self, query: Mapping[str, str]) -> list[Run]:
+        """The lineages of the runs that a request names. Raises LookupError or ValueError."""
+        names = msgspec.json.decode(query.get("runs", ""), type=list[str])
+        return [run for name in names for run in self._lineages(name, self._of({"run": name}))]
+
+    def _lineages(self, name: str, files: RunFiles) -> list[Run]:
+        return files.runs(name, going_on=is_running(files.run_dir))
+
+    def _time(self, query: Mapping[str, str]) -> object:
+        files = self._of(query)
+        runs = self._lineages(query["run"], files)
+        panels = timeline(files, runs[-1] if runs else None)
+        return {"panels": [_shown(panel) for panel in panels], "events": files.events}
+
+    def _advice(self, query: Mapping[str, str]) -> object:
+        return [
+            {"run": run.name, "title": found.title, "figure": found.figure, "remedy": found.remedy}
+            for run in self._of_all(query)
+            for found in advise(run)
+        ]
+
+    def _processes(self, query: Mapping[str, str]) -> object:
+        run_dir = self._of(query).run_dir
+        record = read_record(run_dir)
+        if record is None or not goes_on(run_dir, record):
+            notes = [redact_urls(f"it failed: {record.failure}")] if record is not None and record.failure else []
+            return {"title": not_running(run_dir, record), "notes": notes, "workers": []}
+        with names_of(record) as resolver:
+            seen = read_seen(run_dir, record, resolver, self._clock.time())
+        workers = [
+            {
+                **msgspec.structs.asdict(status),
+                "error": redact_urls(status.error),
+                "age_s": max(0.0, seen.at - status.time),
+                "waits": wait_texts(status.waits),
+            }
+            for status in seen.statuses
+        ]
+        title = f"{query['run']}: {seen.training.text()}, attempt {record.attempt}"
+        if seen.desired is not None:
+            title += f"; {seen.desired} generation servers desired"
+        notes = [redact_urls(note) for status in seen.statuses for note in status.notes]
+        return {"title": title, "notes": notes, "workers": workers}
+
+    # ------------------------------------------------------------------------------------------------------- trajectories
+
+    def _trajectories(self, query: Mapping[str, str]) -> object:
+        """Groups with a response that fits all of the request's bounds, the newest first."""
+        try:
+            recorded = self._of(query).recorded()[::-1]
+        except TrajectoryError:
+            recorded = []
+        searched = recorded[:_MOST_SEARCHED]
+        self._groups = {path: self._groups.get(path) or self._group(path) for path in searched}
+        fits = _filter(query)
+        found = [group for group in self._groups.values() if group and fits(group)]
+        return {"total": len(recorded), "searched": len(searched), "found": found[:_MOST_FOUND]}
+
+    def _group(self, path: Path) -> dict[str, Any]:
+        """What the list shows of a recorded file; empty if the file is broken, or was pruned meanwhile."""
+        try:
+            header = read_header(path)
+        except (TrajectoryError, OSError):
+            return {}
+        meta = header.meta
+        versions = [str(WeightVersion.unpack(packed)) for packed in (min(meta.version_start), max(meta.version_end))]
+        return {
+            "file": f"{path.parent.name}/{path.name}",
+            "ticket": meta.ticket_id,
+            "step": header.step + header.trained,
+            "task": task_name(meta.task_id, self._around(path).rollout),
+            "rewards": meta.rewards,
+            "response_lengths": meta.response_lengths,
+            "versions": " to ".join(dict.fromkeys(versions)),
+        }
+
+    def _around(self, path: Path) -> Surroundings:
+        """The configs and the tokenizer of the run that recorded a file. Those of one attempt are kept."""
+        if self._surroundings is None or self._surroundings[0] != path.parent:
+            self._surroundings = path.parent, surroundings_of(path.absolute())
+        return self._surroundings[1]
+
+    def _trajectory(self, query: Mapping[str, str]) -> object:
+        name = query.get("file", "")
+        if re.fullmatch(r"attempt_\d+/[\w-]+\.safetensors", name) is None:
+            raise ValueError("file: attempt_N/NAME.safetensors, as /api/trajectories gives it")
+        path = path_of(self._of(query).run_dir, f"{TRAJECTORIES}/{name}")
+        return make_view(path, sequence=int(query.get("sequence", "0")), around=self._around(path), compute=False)
+
+
+def _filter(query: Mapping[str, str]) -> Callable[[Mapping[str, Any]], bool]:
+    """Raises ValueError for a bound that is no number."""
+    low, high, shortest, longest = (float(query.get(name, end)) for name, end in _BOUNDS.items())
+    task = query.get("task", "")
+
+    def fits(group: Mapping[str, Any]) -> bool:
+        responses = zip(group["rewards"], group["response_lengths"], strict=True)
+        return task in group["task"] and any(
+            low <= reward <= high and shortest <= length <= longest for reward, length in responses
+        )
+
+    return fits
+
+
+def _shown(panel: Panel) -> dict[str, object]:
+    return {**panel_object(thinned(panel, _POINTS)), "points": [curve.points for curve in panel.curves]}
+
+
+def _error(error: Exception) -> bytes:
+    return msgspec.json.encode({"error": redact_urls(str(error))})
+
+
+async def _send_file(request: web.Request) -> web.Response:
+    if (name := _FILES.get(request.path)) is None:
+        raise web.HTTPNotFound(headers=_HEADERS)
+    content = resources.files("asyncrl.cli").joinpath("page_files", name).read_bytes()
+    return _response(content, _KINDS[Path(name).suffix])
+
+
+def _response(body: bytes, kind: str, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type=kind, charset="utf-8", headers=_HEADERS)

@@ -1,0 +1,288 @@
+"""The page of `asyncrl-launch ui`: what it answers, to which clients, and at which cost."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from recordings import make_group, make_store, record_batches
+from test_curves import evaluation, step, write_run
+
+import asyncrl
+from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
+from asyncrl.data.trajectories import Entry
+from asyncrl.launch.rundir import RunRecord, write_record
+from asyncrl.runtime.clock import SYSTEM_CLOCK
+from asyncrl.runtime.http_server import listen_routes
+from asyncrl.runtime.security import Secrets, Security
+from tests.support.clock import ManualClock
+from tests.support.endpoints import HTTP
+from tests.support.process_wide import secured_by
+
+FILES = Path(asyncrl.__file__).parent / "cli" / "page_files"
+API = [route.partition(" ")[2] for route in HTTP["ui"] if "/api/" in route]
+PLANTED = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+@asynccontextmanager
+async def served(run_dirs, clock=SYSTEM_CLOCK):
+    """Serve a page. Yields it, and a function that sends a request and returns status, headers and body. token: None: none."""
+    secrets = Secrets.make()
+    with secured_by(Security(secrets)):
+        page = Page(run_dirs, clock)
+        async with (
+            listen_routes(*page.routes(), host="127.0.0.1", open_paths=OPEN_PATHS) as url,
+            aiohttp.ClientSession() as session,
+        ):
+
+            async def send(path, query=None, token=secrets.token, method="GET"):
+                headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+                async with session.request(method, url + path, params=query, headers=headers) as answer:
+                    return answer.status, answer.headers, await answer.text()
+
+            yield page, send
+
+
+async def asked(send, path, **query):
+    """The content of a JSON answer."""
+    status, _, body = await send(path, query)
+    assert status == 200, body
+    return json.loads(body)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    records = [step(1), evaluation(0), step(2, **{"reward/mean": None}), step(3)]
+    write_run(tmp_path / "t0", records, generating=[[101.0, 102.0], [101.5]])
+    journal = [
+        {"event": "begun", "attempt": 1, "from": None, "time": 100.0},
+        {"event": "published", "attempt": 1, "version": 0, "time": 100.5},
+        {"event": "rejected", "attempt": 1, "reason": PLANTED, "time": 101.0},
+    ]
+    (tmp_path / "t0" / "journal" / "master.jsonl").write_text("".join(json.dumps(event) + "\n" for event in journal))
+    record_batches(tmp_path / "t0", batches=2, size=2, trained=True)
+    return tmp_path / "t0"
+
+
+async def test_the_views_of_a_run(run_dir):
+    async with served({"t0": run_dir}) as (_, send):
+        (entry,) = await asked(send, "/api/runs")
+        assert (entry["name"], entry["step"], entry["reward"]) == ("t0", 3, pytest.approx(0.2))
+        panels = {panel["name"]: panel for panel in (await asked(send, "/api/learning", runs='["t0"]'))["panels"]}
+        assert panels["reward"]["series"][0]["y"] == [0.1, None, 0.3]
+        assert panels["reward"]["points"] == [False, True, True]
+        seen = await asked(send, "/api/time", run="t0")
+        over_time = {panel["name"]: panel for panel in seen["panels"]}
+        assert set(over_time) == {"generated", "rejected", "time_shares", "tokens", "versions"}
+        assert [one["name"] for one in over_time["rejected"]["series"]] == [PLANTED, "attempts, restarts, faults"]
+        assert over_time["tokens"]["series"][0]["x"] == [1.0, 2.0, 3.0]  # seconds since 100
+        assert over_time["generated"]["series"][0] == {
+            "run": "",
+            "name": "generation_server/0",
+            "x": [1.0, 2.0],
+            "y": [5.0, 5.0],
+        }
+        assert seen["events"] == [[100.0, "attempt 1 begins anew"]]
+        assert (await asked(send, "/api/processes", run="t0"))["workers"] == []
+        assert await asked(send, "/api/advice", runs='["t0"]') == []
+
+
+async def test_a_failed_run_shows_its_first_cause_without_secrets(tmp_path):
+    failure = "cannot reach http://me:secret@host:2379"
+    write_record(
+        tmp_path, RunRecord(pid=1, attempt=1, experiment="e", trial="t", endpoints=[], started=1.0, failure=failure)
+    )
+    async with served({"r": tmp_path}) as (_, send):
+        (note,) = (await asked(send, "/api/processes", run="r"))["notes"]
+        assert note.startswith("it failed: cannot reach")
+        assert "secret" not in note
+
+
+async def test_trajectories_are_filtered_and_shown_token_by_token(run_dir):
+    store = make_store(run_dir, trained=True)
+    meta, sample = make_group(9, rewards=(5.0, 0.25), lengths=(4, 9))
+    store.write(2, 1, [Entry(sample, meta, 0)])
+    async with served({"t0": run_dir}) as (_, send):
+
+        async def found(**query):
+            listed = await asked(send, "/api/trajectories", run="t0", **query)
+            assert (listed["total"], listed["searched"]) == (5, 5)
+            return [(group["step"], group["rewards"]) for group in listed["found"]]
+
+        assert await found() == [(3, [5.0, 0.25]), *[(step, [1.0, 0.0]) for step in (2, 2, 1, 1)]]
+        assert await found(min_reward="2") == await found(min_tokens="9") == [(3, [5.0, 0.25])]
+        assert await found(min_reward="2", min_tokens="9") == []  # no response has both
+        assert len(await found(max_reward="0", task="0")) == 4
+        assert await found(task="other") == []
+        name = (await asked(send, "/api/trajectories", run="t0"))["found"][0]["file"]
+        shown = await asked(send, "/api/trajectory", run="t0", file=name, sequence="1")
+        assert [token["id"] for token in shown["tokens"]] == [1, 2, *range(5, 14)]
+        assert [token["behaviour_logprob"] for token in shown["tokens"][:4]] == [None, None, -0.5, -1.5]
+        assert "torch" not in sys.modules or "no advantages are recorded" in " ".join(shown["notes"])
+        (run_dir / "trajectories" / "attempt_1" / Path(name).name).write_bytes(b"broken")
+        assert len((await asked(send, "/api/trajectories", run="t0", task="0"))["found"]) == 5  # what was read before
+        assert (await send("/api/trajectory", {"run": "t0", "file": name}))[0] == 404
+
+
+@pytest.mark.parametrize("path", API)
+async def test_strangers_get_the_same_files_for_every_run_and_nothing_else(run_dir, path):
+    async with served({"t0": run_dir}) as (_, send):
+        for token in (None, "", "wrong", "Bearer"):
+            status, _, body = await send(path, {"run": "t0", "runs": '["t0"]'}, token=token)
+            assert (status, "t0" in body) == (401, False)
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert (await send(path, token=None, method=method))[0] == 401
+            assert (await send(path, method=method))[0] == 405
+        assert {(await send(file, token=None))[0] for file in OPEN_PATHS} == {200}
+        assert (await send("/", token=None, method="POST"))[0] == 401
+
+
+async def test_every_answer_forbids_scripts_of_others_and_guessing_of_types(run_dir):
+    async with served({"t0": run_dir}) as (_, send):
+        kinds = {}
+        for path, query in [
+            *((file, None) for file in OPEN_PATHS),
+            ("/api/time", {"run": "t0"}),
+            ("/api/time", {"run": "x"}),
+        ]:
+            status, headers, _ = await send(path, query)
+            policy = headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "script-src 'self'" in policy
+            assert "unsafe" not in policy
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            kinds[path, status] = headers["Content-Type"].partition(";")[0]
+        assert kinds["/", 200] == "text/html"
+        assert kinds["/page.js", 200] == "text/javascript"
+        assert kinds["/api/time", 200] == kinds["/api/time", 404] == "application/json"
+
+
+def test_the_page_never_makes_html_of_text():
+    """uPlot sets the titles and legends of curves: it must set them as text, too."""
+    script, html = (FILES / "page.js").read_text(), (FILES / "index.html").read_text()
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setAttribute\(.on|srcdoc|DOMParser"
+    assert re.findall(forbidden, script) == []
+    assert re.findall(r"<script(?! src=)|<style|\bon\w+=|style=|javascript:", html) == []
+    assert "uPlot" in (FILES / "uPlot.LICENSE").read_text() or "Leon Sorokin" in (FILES / "uPlot.LICENSE").read_text()
+    assert set(_FILES.values()) <= {path.name for path in FILES.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secrets/token",
+        "attempt_1/../../secrets/token",
+        "attempt_1/../../../other/x.safetensors",
+        "/etc/passwd",
+        "attempt_1/link.safetensors",
+        "attempt_9/inside.safetensors",
+        "attempt_1/%2e%2e/x.safetensors",
+        "attempt_1/\0.safetensors",
+        "",
+    ],
+)
+async def test_paths_stay_inside_the_folder_of_the_run(run_dir, file):
+    outside = run_dir.parent / "outside"
+    record_batches(outside, batches=1, size=1, trained=True)
+    (theirs,) = (outside / "trajectories" / "attempt_1").iterdir()
+    (run_dir / "trajectories" / "attempt_1" / "link.safetensors").symlink_to(theirs)
+    (run_dir / "trajectories" / "attempt_9").symlink_to(outside / "trajectories" / "attempt_1")
+    theirs.rename(theirs.with_name("inside.safetensors"))
+    (run_dir / "trajectories" / "attempt_1" / "link.safetensors").unlink()
+    (run_dir / "trajectories" / "attempt_1" / "link.safetensors").symlink_to(theirs.with_name("inside.safetensors"))
+    async with served({"t0": run_dir}) as (_, send):
+        status, _, body = await send("/api/trajectory", {"run": "t0", "file": file})
+        assert status == 404, body
+        assert "tokens" not in body
+
+
+async def test_wrong_requests_are_refused_with_a_reason(run_dir):
+    async with served({"t0": run_dir}) as (_, send):
+        for path, query in [
+            ("/api/time", {}),
+            ("/api/time", {"run": "../t0"}),
+            ("/api/learning", {"runs": "t0"}),
+            ("/api/learning", {"runs": '["other"]'}),
+            ("/api/trajectories", {"run": "t0", "min_reward": "much"}),
+            ("/api/trajectory", {"run": "t0", "file": "attempt_1/x.safetensors", "sequence": "all"}),
+        ]:
+            status, _, body = await send(path, query)
+            assert status == 404
+            assert json.loads(body)["error"]
+        assert (await send("/nothing"))[0] == 404
+
+
+async def test_a_thousand_requests_read_the_run_once_a_second(run_dir, monkeypatch):
+    clock, num_reads = ManualClock(), 0
+    async with served({"t0": run_dir}, clock) as (page, send):
+        read = page._files["t0"].read
+
+        def counted():
+            nonlocal num_reads
+            num_reads += 1
+            return read()
+
+        monkeypatch.setattr(page._files["t0"], "read", counted)
+        answers = await asyncio.gather(*(send("/api/time", {"run": "t0"}) for _ in range(1000)))
+        assert len({body for _, _, body in answers}) == 1
+        assert num_reads == 1
+        clock.now += 1
+        await send("/api/time", {"run": "t0"})
+        assert num_reads == 2
+
+
+LONG_RUN = """
+import json, sys, time
+from pathlib import Path
+from asyncrl.cli.page import Page
+from asyncrl.runtime.clock import SYSTEM_CLOCK
+
+run_dir = Path(sys.argv[1])
+page = Page({"t0": run_dir}, SYSTEM_CLOCK)
+sizes = {}
+for name, view, query in (
+    ("learning", Page._learning, {"runs": '["t0"]'}),
+    ("time", Page._time, {"run": "t0"}),
+    ("advice", Page._advice, {"runs": '["t0"]'}),
+    ("trajectories", Page._trajectories, {"run": "t0"}),
+):
+    sizes[name] = len(json.dumps(view(page, query)))
+    began = time.monotonic()
+    view(page, query)
+    print(name, sizes[name], round(time.monotonic() - began, 3), file=sys.stderr)
+status = Path("/proc/self/status").read_text()  # ru_maxrss would count the peak of the process that started this one, too
+peak_kb = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+print(json.dumps({"peak_mb": peak_kb / 1000, "sizes": sizes}))
+"""
+
+
+def test_a_run_of_2000_steps_needs_little_memory(tmp_path):
+    """2,000 steps of 64 groups of 8, over 20,000 s, with four servers."""
+    num_steps, step_s, groups = 2000, 10, 64
+    records = [step(number, time=1e9 + step_s * number) for number in range(1, num_steps + 1)]
+    run_dir = write_run(tmp_path / "t0", records)
+    journal = run_dir / "journal"
+    journal.mkdir()
+    stored = json.dumps({"event": "stored", "attempt": 1, "ticket": "t" * 50, "prompt": [0, 1], "time": 1e9}) + "\n"
+    group = {"ticket": "t" * 50, "prompt": [0, 1], "head": 0, "versions": [[1, 2]] * 8}
+    trained = json.dumps({"event": "trained", "attempt": 1, "step": 1, "groups": [group] * groups}) + "\n"
+    with (journal / "master.jsonl").open("w") as file:
+        file.write(json.dumps({"event": "begun", "attempt": 1, "from": None, "time": 1e9}) + "\n")
+        for number in range(num_steps):
+            published = {"event": "published", "attempt": 1, "version": number, "time": 1e9 + step_s * number}
+            file.write(stored * groups + trained + json.dumps(published) + "\n")
+    for server in range(4):
+        with (journal / f"generation_server_{server}.jsonl").open("w") as file:
+            for tenth in range(0, num_steps * step_s * 10, 2):
+                version = f"a0001-v{tenth // (step_s * 10):08d}"
+                file.write(f'{{"time":{1e9 + tenth / 10},"tokens":100,"version":"{version}"}}\n')
+    done = subprocess.run([sys.executable, "-c", LONG_RUN, run_dir], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak_mb"] < 300, done.stderr
+    assert max(found["sizes"].values()) < 2_000_000, done.stderr
