@@ -46,9 +46,9 @@ class EngineTraits:
     rank_bytes: int = 0  # main memory of the processes that it starts for each of its ranks
     # Requests of several versions of an adapter may run at once (generation.interrupt=finish)
     keeps_versions: bool = False
-    returns_routes: bool = False  # its answers have the experts of each token (train.routes)
     settings: tuple[str, ...] = ()  # fields of `generation` that other engines refuse
     grid_limit: str = ""  # why it refuses other grids
+    routes_limit: str = ""  # why it cannot return the experts of each token (train.routes); "": it can
     delta_limit: str = ""  # why it cannot load deltas; "": it can
     network_limit: str = ""  # why it cannot receive weights over the network; "": it can
     filter_limit: str = ""  # why it cannot sample with top-p or top-k; "": it can
@@ -63,7 +63,6 @@ ENGINES = {
         starts_servers=True,
         is_embedded=True,
         keeps_versions=True,
-        returns_routes=True,
         grid_limit="runs data parallel only",
     ),
     "sglang": EngineTraits(
@@ -88,6 +87,7 @@ ENGINES = {
         rank_bytes=2 << 30,  # measured, front end included, rounded up
         settings=("server_args",),
         grid_limit="has no pipeline stages",
+        routes_limit="vLLM returns experts only with Triton and a prefix cache, which was not compared with the trainer",
         network_limit="vLLM's own transfer of weights needs GPUs, on which it has not been run with asyncrl",
         filter_limit="vLLM's logprobs would be renormalised among the tokens that a filter keeps",
         cpu_heads=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -97,6 +97,7 @@ ENGINES = {
         scores_in_place=False,
         settings=("urls", "api_key_file"),
         grid_limit="keeps the parallelism that it was started with",
+        routes_limit="an external SGLang server may have been started without --enable-return-routed-experts",
         delta_limit="an external SGLang server may not see this host's folders, to which deltas would be written in full",
     ),
 }

@@ -165,6 +165,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
             yield "allocation", config.allocation, str(error)
         else:
             yield from problems_of_lora(config, allocation, placements)
+            yield from problems_among(config, _of_routes(config, placements))
             if any(devices.on_cpu for devices in allocation.training):
                 yield from problems_among(config, _of_cpu_workers(config))
             if mode_of(config.mode).has_detached_groups:
@@ -192,6 +193,18 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
     if REF not in graph.roles and (train.ref.path or train.ref.update_interval):
         name, value = ("path", train.ref.path) if train.ref.path else ("update_interval", train.ref.update_interval)
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
+
+
+def _of_routes(config: ExperimentConfig, placements: Sequence[ModelPlacement]) -> Iterable[Conflict]:
+    staged = [one for one in placements if one.role == ACTOR and one.grid.num_stages > 1]
+    return (
+        (
+            uses_routes(config.train) and bool(staged),
+            "train.routes",
+            f"allocation={config.allocation} has pipeline stages of the actor, and each sees the choices of its own layers only: "
+            "use p1, or set it to off",
+        ),
+    )
 
 
 def _of_cpu_workers(config: ExperimentConfig) -> Iterable[Conflict]:
@@ -319,10 +332,9 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
             f"{traits.delta_limit}; set it to 1",
         ),
         (
-            uses_routes(config.train) and not traits.returns_routes,
+            uses_routes(config.train) and bool(traits.routes_limit),
             "train.routes",
-            f"the engine {allocation.engine} returns no experts in a form that asyncrl has compared with the trainer's; use the "
-            "embedded engine (allocation=transformers...), or set it to off",
+            f"{traits.routes_limit}; use the embedded engine (allocation=transformers...) or sglang, or set it to off",
         ),
         (
             generation.interrupt == "finish" and config.train.lora is None,

@@ -170,6 +170,13 @@ class Pending:
     routes: Routes | None = None
     version: WeightVersion | None = None  # with which it began; in place, that of the last load
 
+    def add_routes(self, routes: Routes) -> None:
+        """Take the routes of its prompt and its tokens but the last, since it last started in the backend. A token keeps those with
+        which the token behind it was sampled. Raises ValueError if they do not fit."""
+        computed = len(self.request.input_ids) + len(self.token_ids) - 1
+        routes = Routes(routes.layout, routes.rows[:computed])
+        self.routes = routes if self.routes is None else self.routes.joined(routes, start=0)
+
     def close_span(self, version: WeightVersion | None, end: int) -> None:
         """Record that this version sampled the tokens after the last span, up to token `end`."""
         start = self.spans[-1].end if self.spans else 0
@@ -191,7 +198,7 @@ class EngineArguments:
     trace: Tracer = OFF
     clock: Clock = SYSTEM_CLOCK
     asleep: bool = False  # the engine begins asleep, and `wake` starts it
-    # Results have the experts of each token. Only engines with the trait of the same name (config/engines.py) can do that
+    # Results have the experts of each token. Only engines without a routes_limit (config/engines.py) can do that
     returns_routes: bool = False
     lora: LoraConfig | None = None  # versions are adapters of the model
     num_versions: int = 1  # that the engine keeps; above 1: interrupt=finish

@@ -125,7 +125,13 @@ class SGLangEngines(ProgramEngines):
         from asyncrl.generation.sglang_process import own_server
 
         config = self._config
-        server = own_server(config.generation, config.model_path, sleeps=config.shares_devices, **self._place)
+        server = own_server(
+            config.generation,
+            config.model_path,
+            sleeps=config.shares_devices,
+            returns_routes=config.returns_routes,
+            **self._place,
+        )
         return SGLangEngine(arguments, server, self._writer())
 
 

@@ -44,6 +44,10 @@ class RequestRoutes:
             yield
         finally:
             self._is_pass = False
+        if len(self._chosen) != len(self._layout.layers):
+            raise ValueError(
+                f"{len(self._chosen)} routers have chosen; layers with experts: {len(self._layout.layers)}"
+            )
         chosen: Any = torch.cat(self._chosen, dim=1).cpu().numpy().astype(self._layout.dtype)
         end = 0
         for row in rows:

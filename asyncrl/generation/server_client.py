@@ -59,6 +59,7 @@ class PieceMeta(Struct, frozen=True):
     weight_versions: list[VersionSpan] = []
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     input_token_logprobs: list[tuple[float | None, int, Any]] = []
+    routed_experts: str = ""  # of SGLang, in the last piece (sglang_routes.py)
 
 
 class Piece(Struct, frozen=True):

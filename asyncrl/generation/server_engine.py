@@ -311,6 +311,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
                     self._take(pending, piece)
                     if piece.meta_info.finish_reason is not None:
                         pending.label(piece, version, self._version)
+                        self._take_routes(pending, piece)
                         finish = piece.meta_info.finish_reason.as_ours()
             if finish is None:
                 raise ServerError("a response ended without a finish reason")
@@ -328,6 +329,9 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
         self._num["tokens"] += new
         if new and self._on_tokens is not None:
             self._on_tokens(new, str(self._version))
+
+    def _take_routes(self, pending: GrowingResponse, last: Piece) -> None:
+        """Take the experts of the response's tokens, if the program returns them. Raises ServerError."""
 
     def _ended(self, pending: GrowingResponse, finish: FinishReason) -> None:
         """Handle the end of a request at the server: answer it, or put it back if it was retracted."""

@@ -21,10 +21,11 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.server_client import ServerError
-from asyncrl.generation.server_engine import ASK_LIMIT_S, UPDATE_FLUSH_TRIES, ServerEngine
+from asyncrl.generation.server_client import Piece, ServerError
+from asyncrl.generation.server_engine import ASK_LIMIT_S, UPDATE_FLUSH_TRIES, GrowingResponse, ServerEngine
 from asyncrl.generation.server_process import ServerLink
 from asyncrl.generation.sglang_http import SGLangClient
+from asyncrl.generation.sglang_routes import SGLangRoutes
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import (
@@ -49,7 +50,9 @@ class SGLangEngine(ServerEngine[SGLangClient]):
     program = "SGLang"
 
     def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
-        super().__init__(arguments, server, SGLangClient("", server.api_key), local)
+        client = SGLangClient("", server.api_key, returns_routes=arguments.returns_routes)
+        super().__init__(arguments, server, client, local)
+        self._routes = SGLangRoutes.of(arguments.model_path) if arguments.returns_routes else None
         self._overlaps = True
         self._num_ranks = 1  # tensor parallel
         self._receiver: SGLangReceiver | None = None
@@ -71,6 +74,11 @@ class SGLangEngine(ServerEngine[SGLangClient]):
             raise ConfigError(
                 f"generation.interrupt={self._config.interrupt!r}: {self._client.url} runs with a prefix cache or the overlap "
                 "scheduler; start it with --disable-radix-cache --disable-overlap-schedule, or use abort, retract or wait"
+            )
+        if self._routes is not None and self._keeps_prefixes:
+            raise ConfigError(
+                f"train.routes: {self._client.url} runs with a prefix cache, whose experts were not compared with the trainer's: "
+                "leave disable-radix-cache out of generation.server_args, or set train.routes=off"
             )
         self._max_prompt = settings.max_req_input_len - 1
         # max_req_input_len is the context less 6 positions; prompt and response together may use all but 2
@@ -109,6 +117,15 @@ class SGLangEngine(ServerEngine[SGLangClient]):
 
     def _new_key(self) -> str:
         return f"{super()._new_key()}."  # the final dot ensures that no key is a prefix of another
+
+    def _take_routes(self, pending: GrowingResponse, last: Piece) -> None:
+        if self._routes is None or len(pending.token_ids) == pending.begin:
+            return  # without a token nothing was sampled with these routes
+        num_tokens = len(pending.request.input_ids) + len(pending.token_ids)
+        try:
+            pending.add_routes(self._routes.decode(last.meta_info.routed_experts, num_tokens=num_tokens))
+        except ValueError as error:
+            raise ServerError(f"the routed experts of a response: {error}") from error
 
     @property
     def _can_hold(self) -> bool:

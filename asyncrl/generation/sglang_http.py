@@ -47,6 +47,7 @@ class _Generate(Struct, frozen=True, kw_only=True):
     return_logprob: bool = True
     logprob_start_len: int = _NO_LOGPROB
     stream: bool = False
+    return_routed_experts: bool = False
 
 
 _MEMORY = ["kv_cache", "weights"]
@@ -68,12 +69,16 @@ def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str
 
 
 class SGLangClient(ServerClient):
-    """Client of one SGLang server."""
+    """Client of one SGLang server. returns_routes: responses have the experts of their tokens (sglang_routes.py)."""
 
     not_changed: ClassVar = {
         "Failed to get weights iterator": ErrorClass.PASSING,  # it could not read the files
         "Failed to get model loader": ErrorClass.PERMANENT,
     }
+
+    def __init__(self, url: str, api_key: str = "", *, returns_routes: bool = False) -> None:
+        super().__init__(url, api_key)
+        self._returns_routes = returns_routes
 
     def wanted(self, params: SamplingParams, stop_token_ids: list[int], version: str) -> dict[str, Any]:
         return sglang_params(params, stop_token_ids)
@@ -83,7 +88,15 @@ class SGLangClient(ServerClient):
     ) -> AsyncGenerator[Piece, None]:
         """A short response is not streamed and is one piece."""
         stream = wanted["max_new_tokens"] > STREAM_INTERVAL
-        body = _encode(_Generate(rid=rid, input_ids=input_ids, sampling_params=wanted, stream=stream))
+        body = _encode(
+            _Generate(
+                rid=rid,
+                input_ids=input_ids,
+                sampling_params=wanted,
+                stream=stream,
+                return_routed_experts=self._returns_routes,
+            )
+        )
         async with contextlib.aclosing(
             self._events("/generate", body, streamed=stream, idle_limit_s=idle_limit_s)
         ) as events:

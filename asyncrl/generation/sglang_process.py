@@ -46,10 +46,12 @@ def own_server(
     gpus: Sequence[str] = (),
     clock: Clock = SYSTEM_CLOCK,
     sleeps: bool = False,
+    returns_routes: bool = False,
 ) -> ServerProcess:
     """Make a server for this model without starting it. It runs on the GPUs that this process may use. It runs on the CPU if there
     are none, or if generation.server_args.device is cpu. gpus: those that the launcher gave this process; with them it never runs
-    on the CPU by itself. sleeps: on a GPU the server can release its memory."""
+    on the CPU by itself. sleeps: on a GPU the server can release its memory. returns_routes: its answers have the experts
+    of each token."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
         raise ConfigError(
@@ -72,6 +74,7 @@ def own_server(
             max_length=max_length,
             on_gpu=on_gpu,
             sleeps=sleeps,
+            returns_routes=returns_routes,
         ),
         environment=lambda tmp: server_environment(os.environ, python=python, tmp=tmp, tensor=tensor, on_gpu=on_gpu),
         log=log,
@@ -92,6 +95,7 @@ def server_arguments(
     max_length: int,
     on_gpu: bool,
     sleeps: bool = False,
+    returns_routes: bool = False,
 ) -> list[str]:
     """The arguments of sglang.launch_server. generation.server_args override them.
 
@@ -132,8 +136,10 @@ def server_arguments(
         # Requests continue across an update. The overlap scheduler would label the first token after the update with the new
         # version, although the old weights sampled it. A prefix cache would keep keys of the old weights for later requests.
         arguments |= {"disable-overlap-schedule": "true", "disable-radix-cache": "true"}
-    if not config.prefix_sharing:
+    if not config.prefix_sharing or returns_routes:
         arguments["disable-radix-cache"] = "true"
+    if returns_routes:
+        arguments["enable-return-routed-experts"] = "true"
     return options(arguments, config.server_args)
 
 

@@ -664,9 +664,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         pending.token_ids.extend(tokens)
         pending.logprobs.extend(logprobs)
         if tokens and routes is not None:  # without a token nothing was sampled with these routes
-            computed = len(pending.request.input_ids) + len(pending.token_ids) - 1
-            routes = Routes(routes.layout, routes.rows[:computed])
-            pending.routes = routes if pending.routes is None else pending.routes.joined(routes, start=0)
+            pending.add_routes(routes)
         pending.close_span(pending.version, len(pending.token_ids))
 
     def _end_unread(self, pending: _Pending) -> None:

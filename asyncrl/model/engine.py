@@ -157,7 +157,7 @@ class TrainEngine:
         self.routes: RouteReplay | None = None
         if train.routes != "off" and model.name.partition("@")[0] == ACTOR:
             replays = train.routes == "replay"
-            self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays)
+            self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays, context=self.context)
             self.shares_prefixes = False  # the engine may have chosen other experts for each copy of a token
             size = self.routes.layout.bytes_per_token
             logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
@@ -546,9 +546,7 @@ class TrainEngine:
             return {}
         reduced = self._reduce_stats({name: float(value) for name, value in local.items()})
         num_routed = reduced.pop(_NUM_ROUTED, 0.0)
-        if self.routes is not None:
-            self.routes.check(reduced, num_routed)
-        return reduced
+        return reduced if self.routes is None else self.routes.checked(reduced, num_routed)
 
     def _gradient(self, loss: float, stop: str) -> tuple[float, bool, bool]:
         """Return (norm of the summed gradient, whether it and the loss are finite, whether any rank stops the step). The result is

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from asyncrl.architectures.routes import replaced, routers_of
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.model.packing import SequenceBatch, run_indices
+from asyncrl.model.row_ranks import ContextRanks
 from asyncrl.protocol.errors import RunEndedError
 
-# Share of choices that may differ in the first trained batch. Rounding changes a tenth of them; layers in a wrong order change most
+# Share of a layer's choices that may differ in the first trained batch. Rounding changes a tenth of them; the choices of another
+# layer, or numbers that no router has chosen, differ in most
 MAX_OTHER = 0.5
+_OF_LAYER = "other_experts_of_layer/"
 
 
 class RouteError(RunEndedError):
@@ -33,16 +36,18 @@ class RouteError(RunEndedError):
 class RouteReplay:
     """The routers of a model in training, and the sampler's choices for the current micro-batches."""
 
-    def __init__(self, stage: nn.Module, model: nn.Module, path: str, *, replays: bool) -> None:
-        """stage: it is called with the number of a micro-batch. Raises ConfigError if the model's routers are not known."""
+    def __init__(
+        self, stage: nn.Module, model: nn.Module, path: str, *, replays: bool, context: ContextRanks | None = None
+    ) -> None:
+        """stage: it is called with the number of a micro-batch, and has all layers. context: the ranks that share the rows; each
+        routes its own tokens. Raises ConfigError if the model's routers are not known."""
         self.layout, routers = routers_of(model, path)
-        self._path, self._replays = path, replays
+        self._path, self._replays, self._context = path, replays, context
         self._micro_batches: list[Tensor | None] = []  # [T, L * K] int64; None: no routes
         self._current: Tensor | None = None
         self._counts = False  # a forward pass runs; the backward pass may compute layers again
-        self._other_TL: Tensor | None = (
-            None  # of the newest forward pass: the choices differ; 0 where no route is known
-        )
+        # Of the newest forward pass and this rank's tokens: the choices differ; 0 where no route is known
+        self._other_TL: Tensor | None = None
         self._is_checked = False
         stage.register_forward_pre_hook(self._begin)
         stage.register_forward_hook(self._end)
@@ -79,29 +84,40 @@ class RouteReplay:
 
     def take_other(self, predicted_T: Tensor) -> dict[str, Tensor]:
         """Sums over these tokens, after their forward pass: those of which a layer has chosen other experts than the sampler, and
-        the share of layers that have. predicted_T: bool; a token was predicted at the position before it."""
+        the share of layers that have. predicted_T: bool; a token was predicted at the position before it. Collective over context
+        ranks."""
         assert self._other_TL is not None
+        row_TL = self._other_TL.float()
+        if self._context is not None:
+            row_TL = self._context.gather_results(row_TL[None])[0]
         # roll: the first token of a row is never predicted
-        other_TL = self._other_TL.roll(1, dims=0)[: len(predicted_T)][predicted_T].float()
+        other_TL = row_TL.roll(1, dims=0)[: len(predicted_T)][predicted_T]
         return {
             "other_experts_token_share": other_TL.amax(1).sum() if len(other_TL) else other_TL.sum(),
             "other_experts_share": other_TL.mean(1).sum() if len(other_TL) else other_TL.sum(),
-        }
+        } | ({} if self._is_checked else {f"{_OF_LAYER}{at}": sum_ for at, sum_ in enumerate(other_TL.sum(0))})
 
-    def check(self, stats: dict[str, float], num_tokens: float) -> None:
-        """Raises RouteError before the first update if most choices of the first batch differ. stats: over all ranks."""
-        if self._is_checked or not num_tokens or "other_experts_share" not in stats:
-            return
-        self._is_checked = True
-        if (share := stats["other_experts_share"] / num_tokens) > MAX_OTHER:
-            raise RouteError(
-                f"train.routes: {share:.0%} of the choices of the trainer's routers differ from the sampler's in the first step "
-                f"(allowed: {MAX_OTHER:.0%}). The routes are those of other layers, of another order, or of another model"
-            )
+    def checked(self, stats: dict[str, float], num_tokens: float) -> dict[str, float]:
+        """Return the statistics without those of single layers. Raises RouteError before the first update if most choices of a
+        layer differ in the first batch. stats: over all ranks."""
+        others = {name: value for name, value in stats.items() if name.startswith(_OF_LAYER)}
+        if others and num_tokens:
+            self._is_checked = True
+            worst = max(others, key=lambda name: others[name])
+            if (share := others[worst] / num_tokens) > MAX_OTHER:
+                layer = self.layout.layers[int(worst.removeprefix(_OF_LAYER))]
+                raise RouteError(
+                    f"train.routes: {share:.0%} of the choices of layer {layer} differ from the sampler's in the first step "
+                    f"(allowed: {MAX_OTHER:.0%}). The routes are those of other layers, of another order, or of another model"
+                )
+        return {name: value for name, value in stats.items() if name not in others}
 
     def _begin(self, stage: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         routes = self._micro_batches[int(inputs[0])]
-        self._current = None if routes is None else routes.to(next(stage.parameters()).device)
+        if routes is not None:
+            routes = routes.to(next(stage.parameters()).device)
+            routes = routes if self._context is None else self._context.own(routes[None])[0]
+        self._current = routes
         self._counts = True
         self._other_TL = None
 

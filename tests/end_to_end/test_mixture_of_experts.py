@@ -51,8 +51,18 @@ def test_the_quickstart_learns_with_a_mixture_of_experts(sorter_of_experts: Path
         assert_nothing_left(run.run_dir)
 
 
-def test_two_servers_return_the_experts_that_two_ranks_replay(config: Path, tmp_path: Path) -> None:
-    settings = [SPLIT, "train.routes=replay", "manager.max_head_offpolicyness=0", f"train.batch_size={BATCH}"]
+@pytest.mark.parametrize(
+    "how",
+    [
+        [SPLIT],
+        ["allocation=transformers.d2+d2", "weights.full_every=2", "weights.keep=9"],
+        ["allocation=transformers.d2+d2e2", "weights.transport=broadcast"],
+        ["allocation=transformers.d2+c2", "train.streaming=true", "train.algorithm=ppo"],
+    ],
+    ids=["split", "deltas", "broadcast", "context, streaming and a critic"],
+)
+def test_two_servers_return_the_experts_that_two_ranks_replay(config: Path, tmp_path: Path, how: list[str]) -> None:
+    settings = [*how, "train.routes=replay", "manager.max_head_offpolicyness=0", f"train.batch_size={BATCH}"]
     with launch(config, *settings, f"train.max_steps={STEPS // 2}", f"fileroot={tmp_path}") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert_nothing_left(run.run_dir)

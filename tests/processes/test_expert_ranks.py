@@ -100,7 +100,7 @@ def test_fewer_sequences_than_ranks(ranks: RankProcesses, paths: dict[str, str],
 def replayed(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """A step whose tokens go to given experts."""
     engine = make_engine(grid, path, train=train)
-    engine.routes = RouteReplay(engine.module, engine.model, path, replays=True)
+    engine.routes = RouteReplay(engine.module, engine.model, path, replays=True, context=engine.context)
     engine.routes._is_checked = True  # these experts are drawn
     layout, rng, sample = engine.routes.layout, np.random.default_rng(3), make_sample(LENGTHS)
     runs = []
@@ -120,8 +120,9 @@ def test_replayed_experts_give_the_same_update(ranks: RankProcesses, paths: dict
     stats, parameters = replayed(0, "", paths["qwen3_moe"], train)
     own = run_cell(0, "", Cell(paths["qwen3_moe"], train=train))
     assert any(not np.allclose(parameters[name], own.parameters[name], atol=1e-5) for name in parameters)
-    for grid in ("d2", "d2e2"):
-        for found, weights in ranks.run(replayed, grid, paths["qwen3_moe"], train, num_ranks=2):
+    for grid in ("d2", "d2e2", "c2", "c2e2", "d2c2e2"):
+        size = ParallelGrid.parse(grid).size
+        for found, weights in ranks.run(replayed, grid, paths["qwen3_moe"], train, num_ranks=size):
             assert found == pytest.approx(stats, rel=1e-5, abs=1e-7)
             for name, value in weights.items():
                 np.testing.assert_allclose(value, parameters[name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -6,7 +6,6 @@ TransformersEngine, GenerationServer -- HTTP --> PartialRolloutManager -> Sequen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,16 @@ from test_engine_matches_trainer import (  # noqa: F401  (resolver: a fixture)
     train_once,
 )
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from asyncrl.architectures.routes import routers_of, scores_of
 from asyncrl.config.processes import GenerationServerConfig, ModelConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig, TrainConfig
 from asyncrl.data.routes import ROUTES, RouteLayout, Routes
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.generation.engine import EngineArguments, EngineRequest, Generated
+from asyncrl.generation.engine import EngineArguments, EngineRequest
+from asyncrl.generation.routes import RequestRoutes
+from asyncrl.generation.states import Row
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.engine import TrainEngine
@@ -45,12 +47,12 @@ from asyncrl.model.export import take_share
 from asyncrl.model.routes import RouteError
 from asyncrl.protocol.generation import SamplingParams
 from asyncrl.protocol.names import Names
-from asyncrl.rewards.trajectory import Episode, Response, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.weights.versions import version_dir, write_version
 from tests.support.families import make_family
 from tests.support.memory_names import memory_system
+from tests.support.routed import difference, experts_of, loss_fn, sample_of, shares
 
 LIMIT_S = 120.0
 NOISE = 0.02  # of the router's logits
@@ -104,48 +106,6 @@ async def sampled(path: Path, *, noisy: bool = True, count: int = 8) -> Sequence
         finally:
             await engine.close()
     return sample_of(prompts, results)
-
-
-def sample_of(prompts: list[list[int]], results: list[Generated]) -> SequenceSample:
-    episodes = []
-    for prompt, result in zip(prompts, results, strict=True):
-        response = Response(prompt, finished=True)
-        response.add_piece(result.token_ids, result.logprobs, [(V0.pack(), len(result.token_ids))])
-        response.routes = result.routes
-        episodes.append(Episode(prompt))
-        episodes[-1].add_response(response)
-    return build_sample("g", episodes)
-
-
-def difference(trainer: TrainEngine, sample: SequenceSample) -> float:
-    """The largest difference of a sampled token's logprob, relative to a logprob below -1: float32 has 24 bits."""
-    found, sampled = trainer.logprobs(sample, temperature=1.0), sample.data["packed_logprobs"]
-    assert found is not None
-    return float((np.abs(found - sampled) / np.maximum(1.0, np.abs(sampled)))[sample.data["loss_mask"]].max())
-
-
-def loss_fn(
-    outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return -(outputs["logprobs"] * data["loss_mask"]).sum() / 320, {}
-
-
-def shares(trainer: TrainEngine, sample: SequenceSample) -> tuple[float, float]:
-    """Shares of routers, and of tokens, that choose other experts than the sampler."""
-    stats = trainer.try_step(sample, loss_fn, temperature=1.0)
-    count = float(sample.data["loss_mask"].sum())
-    return stats["other_experts_share"] / count, stats["other_experts_token_share"] / count
-
-
-def experts_of(trainer: TrainEngine, sample: SequenceSample) -> np.ndarray[Any, Any]:
-    """The experts to which the trainer's layers send the tokens of a sample in one micro-batch, as rows of routes."""
-    used: list[Tensor] = []
-    blocks = [m for m in trainer.model.modules() if type(m).__name__ == "Qwen3MoeExperts"]
-    hooks = [m.register_forward_pre_hook(lambda _, args: used.append(args[1])) for m in blocks]
-    trainer.logprobs(sample, temperature=1.0)
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(used, dim=1).numpy()
 
 
 async def test_replay_repeats_the_choices_of_a_noisy_sampler(model_path: Path) -> None:
@@ -235,6 +195,17 @@ def counting_dense_layers(routes: Routes) -> Routes:
     return Routes(replace(routes.layout, layers=(0, 1, 2)), routes.rows)
 
 
+def without_a_layer(routes: Routes) -> Routes:
+    return Routes(replace(routes.layout, layers=(0, 2)), routes.rows[:, :4])
+
+
+def with_a_skipped_layer(routes: Routes) -> Routes:
+    """As an engine whose buffer no router of the last layer has filled."""
+    rows = routes.rows.copy()
+    rows[:, 4:] = (0, 1)
+    return Routes(routes.layout, rows)
+
+
 def of_other_experts(routes: Routes) -> Routes:
     return Routes(replace(routes.layout, num_experts=32), routes.rows)
 
@@ -243,7 +214,9 @@ def of_other_experts(routes: Routes) -> Routes:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (reversed_layers, "of the choices of the trainer's routers differ"),
+        (reversed_layers, "of the choices of layer 0 differ|of the choices of layer 3 differ"),
+        (with_a_skipped_layer, "of the choices of layer 3 differ"),
+        (without_a_layer, "layers=\\(0, 2\\)"),
         (counting_dense_layers, "layers=\\(0, 1, 2\\)"),
         (of_other_experts, "num_experts=32"),
     ],
@@ -258,6 +231,16 @@ async def test_routes_of_other_layers_end_the_run_before_an_update(
         trainer.train_step(relabelled(sample, change), loss_fn, temperature=1.0, lr_step=0)
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.named_parameters().items())
     trainer_of(model_path, train).train_step(sample, loss_fn, temperature=1.0, lr_step=0)
+
+
+def test_the_engine_refuses_a_pass_in_which_a_layer_chose_nothing(model_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    routes = RequestRoutes(model, "")
+    _, middle, _ = routers_of(model, "")[1]
+    middle._forward_hooks.clear()
+    error = pytest.raises(ValueError, match="2 routers have chosen; layers with experts: 3")
+    with error, routes.of_pass([Row("a", first=0, length=3)], {"a"}):
+        model(torch.tensor([[1, 2, 3]]))
 
 
 async def test_pieces_and_an_update_keep_the_first_routes(

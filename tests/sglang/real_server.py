@@ -18,16 +18,23 @@ START_LIMIT_S = 240.0  # about 15 s on an idle machine; other processes compete 
 class ServerInThread:
     """A server of ours that outlives event loops, because it starts and stops on a loop of its own."""
 
-    def __init__(self, config: GenerationConfig, model_path: Path, log: Path) -> None:
+    def __init__(self, config: GenerationConfig, model_path: Path, log: Path, *, returns_routes: bool = False) -> None:
         """Start the server."""
-        self._config, self._model_path, self.log = config, model_path, log
+        self._config, self._model_path, self.log, self._returns_routes = config, model_path, log, returns_routes
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server of the tests", daemon=True).start()
         self.process = self._start()
 
     def _start(self) -> ServerProcess:
         async def start() -> ServerProcess:
-            process = own_server(self._config, str(self._model_path), tensor=1, seed=1, log=self.log)
+            process = own_server(
+                self._config,
+                str(self._model_path),
+                tensor=1,
+                seed=1,
+                log=self.log,
+                returns_routes=self._returns_routes,
+            )
             client = SGLangClient("")
 
             async def is_ready(url: str) -> bool:

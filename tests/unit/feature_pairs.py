@@ -43,6 +43,7 @@ from asyncrl.config.schema import (
     TeacherConfig,
     TrainConfig,
 )
+from asyncrl.data.routes import ROUTES, RouteLayout, Routes
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow, without_generation
 from asyncrl.dataflow.mfc import MFCDef, mfc
@@ -75,6 +76,7 @@ from tests.support.executors import executor_of
 
 HERE = Path(__file__)
 NUM_GROUPS, GROUP_SIZE = 6, 2
+EXPERTS = RouteLayout((0,), 2, 8)  # of the mixture of experts
 # Groups of each part of a step's batch. In every other step the last part has no groups
 PARTS = [[[0, 3], [1, 2, 4], [5]], [[5], [0, 1, 2, 3, 4], []]]
 
@@ -177,6 +179,16 @@ FEATURES: dict[str, Feature] = {
     "dense_rewards": Feature({"dense_rewards": True}),
     "several sequences of a session": Feature({"branches": True, "ppo.baseline": "group_mean"}),
     "function of a user": Feature({"mfcs": [f"{HERE}:bonus"]}),
+    "routes": Feature({"routes": "replay"}),  # of a mixture of experts, which all features have beside it
+    "routes and minibatches in parts": Feature(
+        {
+            "routes": "replay",
+            "ppo.minibatches": 2,
+            "ppo.advantage_norm": "batch",
+            "critic": CriticConfig("", OPTIMIZER, minibatches=2),
+        },
+        {"streaming": True, "max_tokens_per_mb": 16},
+    ),
     "words that a function reads": Feature({"words": ["words_bonus"], "mfcs": [f"{HERE}:bonus_in_words"]}),
     "model of a user that is trained": Feature(
         {"roles": {"judge": RoleConfig("", "lm", OPTIMIZER)}, "mfcs": [f"{HERE}:Imitate"]}
@@ -206,7 +218,6 @@ LEFT_OUT = {
         **dict.fromkeys(["batch_size", "num_epochs", "max_steps", "target_reward"], "which groups, how many steps"),
         **dict.fromkeys(["total_steps", "optimizer"], "of the optimizer, in each run here"),
         "mismatch": "a check that reads logprobs",
-        "routes": "the model of these runs is dense; tests/processes/test_router_replay.py has a mixture of experts",
         "tf32": "arithmetic of a GPU",
         "compile": "the same operations, compared with those of the layers whenever a model is loaded (model/self_check.py)",
         **dict.fromkeys(
@@ -314,6 +325,8 @@ class Contradiction(Exception):
 
 def config_of(features: list[Feature], models: Path, *, plain: bool) -> ExperimentConfig:
     """Raises Contradiction."""
+    if any("routes" in feature.what for feature in features):
+        models = models / "experts"
     wanted: dict[str, Any] = {}
     whole: dict[str, Any] = {}
     for feature in features:
@@ -357,9 +370,15 @@ def _with_models(train: TrainConfig, models: Path) -> TrainConfig:
 
 
 def make_models(folder: Path) -> None:
+    """Dense models, and in folder/experts the same of mixtures of experts."""
+    _make_models(folder, "qwen2")
+    _make_models(folder / "experts", "qwen3_moe")
+
+
+def _make_models(folder: Path, architecture: str) -> None:
     for seed, name in enumerate(("lm", "ref", "teacher")):
         torch.manual_seed(seed)
-        make_tiny_model(folder / name, hidden_size=16, intermediate_size=32, num_layers=1)
+        make_tiny_model(folder / name, architecture, hidden_size=16, intermediate_size=32, num_layers=1)
     torch.manual_seed(7)
     reward = AutoModelForSequenceClassification.from_pretrained(folder / "lm", num_labels=1)
     reward.score.weight.data.normal_(0.0, 0.2)
@@ -368,7 +387,7 @@ def make_models(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("\n".join(lines))
 
 
-def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken: bool) -> SequenceSample:
+def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken: bool, routes: bool) -> SequenceSample:
     random = np.random.default_rng(version)
     groups = []
     for number in range(NUM_GROUPS):
@@ -393,8 +412,16 @@ def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken
             group["sessions"] = [0, number % 2]
         if words:
             group["words_bonus"] = [{"per token": float(random.normal(0, 0.1))} for _ in masks]
+        if routes:
+            group[ROUTES] = [drawn_routes(random, len(mask)) for mask in masks]
         groups.append(group)
     return SequenceSample.from_groups([f"s{version}g{number}" for number in range(NUM_GROUPS)], groups)
+
+
+def drawn_routes(random: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+    """Routes of all tokens of a sequence but the last."""
+    rows = random.random((length - 1, EXPERTS.num_experts)).argsort(-1)[:, : EXPERTS.top_k]
+    return Routes(EXPERTS, rows.astype(EXPERTS.dtype)).encode(length=length)
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
@@ -413,6 +440,9 @@ class EngineWorld(WorldOfGroups):
         own = [model for model in models if model.kind != "none" and not model.base_of]
         self.engines = {model.name: TrainEngine(model, config.train) for model in own}
         self.engines |= {model.name: base_engine(self.engines[model.base_of]) for model in models if model.base_of}
+        for engine in self.engines.values():
+            if engine.routes is not None:
+                engine.routes._is_checked = True  # the experts are drawn
         self.interfaces = {
             mfc.name: make_interface(mfc, config.train, seed=5, tokenizer_path=tokenizer) for mfc in mfcs
         }
@@ -623,6 +653,7 @@ async def _step(
         branches=config.train.branches,
         words=bool(config.train.words),
         broken=any(feature.broken for feature in features),
+        routes=config.train.routes != "off",
     )
     for number, (ticket, sample) in enumerate(zip(batch.ids, batch.unpack(), strict=True)):
         lengths = sample.seqlens["packed_input_ids"][0]

@@ -936,3 +936,12 @@ def test_routes_are_not_combined_with_adapters(config_file):
     load_experiment(config_file, ["train.routes=replay"])
     with pytest.raises(ConfigError, match=r"train.routes='?replay.*train.lora"):
         load_experiment(config_file, ["train.routes=replay", "train.lora={rank: 4}"])
+
+
+def test_routes_are_not_combined_with_pipeline_stages(config_file):
+    grids = ("d2e2", "d2c2e2", "d2r2", "d2+actor_inf:d2")
+    for grid in grids:
+        load_experiment(config_file, ["train.routes=replay", f"allocation=transformers.d1+{grid}"])
+    for grid in ("p2", "d1+actor_inf:p2"):
+        with pytest.raises(ConfigError, match=r"train.routes='?replay.*use p1, or set it to off"):
+            load_experiment(config_file, ["train.routes=replay", f"allocation=transformers.d1+{grid}"])

@@ -76,6 +76,12 @@ QUICK = [
     ("lora with its base as reference", "offload of the actor"),
     ("lora with its base as reference", "reference on its own workers"),
     ("lora with its base as reference", "shared devices"),
+    ("routes", "streaming"),
+    ("routes", "ppo in parts"),
+    ("routes", "proximal pass"),
+    ("routes", "small micro-batches"),
+    ("routes", "arriving actor_inf"),
+    ("routes and minibatches in parts", "arriving_inference"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,12 @@ from test_words import meta_of
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.architectures.routes import ROUTERS, replaced, routers_of, scores_of
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.routes import ROUTES, RouteLayout, Routes
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.generation.sglang_process import server_arguments
+from asyncrl.generation.sglang_routes import SGLangRoutes
 from asyncrl.model.packing import SequenceBatch
 from asyncrl.model.trajectory_receiver import trajectory_error
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
@@ -179,3 +183,53 @@ def test_a_head_refuses_routes_of_another_length() -> None:
         data = SequenceSample.from_groups(["t"], [{ROUTES: [wrong]}])
         changed = SequenceSample(sample.ids, sample.seqlens | data.seqlens, sample.data | data.data)
         assert problem in trajectory_error(meta_of(changed), changed, limits=limits)
+
+
+# --------------------------------------------------------------------------------------------------------- SGLang's answers
+
+
+def test_sglangs_numbers_become_rows(tmp_path: Path) -> None:
+    model = make_family(tmp_path, "qwen3_moe")
+    found = SGLangRoutes.of(tmp_path)
+    assert found.layout == routers_of(model, "here")[0]
+    numbers = np.arange(3 * found.layout.width, dtype="<i4") % found.layout.num_experts
+
+    def decoded(numbers: Any, num_tokens: int = 4) -> Routes:
+        return found.decode(base64.b64encode(numbers.tobytes()).decode(), num_tokens=num_tokens)
+
+    assert decoded(numbers).rows.tolist() == numbers.reshape(3, -1).tolist()
+    for wrong, why in ((numbers[:-1], "experts of 4 tokens"), (numbers - 1, "experts -1 to"), (numbers + 4, "to 7")):
+        with pytest.raises(ValueError, match=why):
+            decoded(wrong)
+    for text in ("", "?"):
+        with pytest.raises(ValueError, match=r"0 experts of 4 tokens|base64|padding"):
+            found.decode(text, num_tokens=4)
+
+
+def test_models_that_were_not_compared_with_sglang_are_refused(tmp_path: Path) -> None:
+    for name, family, changes in (
+        ("other", "mixtral", {}),
+        ("dense", "qwen3_moe", {"mlp_only_layers": [1]}),
+        ("sparse", "qwen3_moe", {"decoder_sparse_step": 2}),
+    ):
+        make_family(tmp_path / name, family, **changes)
+        with pytest.raises(ConfigError, match=r"train.routes: .*set train.routes=off"):
+            SGLangRoutes.of(tmp_path / name)
+
+
+def test_sglang_is_started_to_return_experts_without_a_prefix_cache() -> None:
+    def arguments(returns_routes: bool) -> list[str]:
+        return server_arguments(
+            GenerationConfig(),
+            "m",
+            port=1,
+            tensor=1,
+            seed=1,
+            max_length=64,
+            on_gpu=True,
+            returns_routes=returns_routes,
+        )
+
+    wanted = {"--enable-return-routed-experts", "--disable-radix-cache"}
+    assert wanted <= set(arguments(True))
+    assert not wanted & set(arguments(False))
