@@ -83,6 +83,7 @@ def test_a_killed_run_of_split_experts_goes_on_in_one_rank(config: Path, tmp_pat
         f"train.batch_size={BATCH}",
         f"train.max_steps={STEPS}",
         "train.ppo.advantage_norm=batch",
+        "train.routes=replay",
         "checkpoint.every_steps=2",
         Gate.OVERRIDE,
         f"fileroot={tmp_path}",
