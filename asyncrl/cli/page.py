@@ -55,7 +55,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 
-View = Callable[["Page", Mapping[str, str]], object]
+View = Callable[[Mapping[str, str]], object]  # from the query of a request
 
 
 class Page:
@@ -74,23 +74,33 @@ class Page:
         self._surroundings: tuple[Path, Surroundings] | None = None
         self._answers: dict[str, tuple[float, bytes]] = {}  # request -> (monotonic seconds, JSON); the oldest first
 
+        self.views: dict[str, View] = {
+            "runs": self._runs,
+            "learning": self._of_records(_learning),
+            "time": self._time,
+            "processes": self._processes,
+            "trajectories": self._trajectories,
+            "trajectory": self._trajectory,
+            "advice": self._of_records(_advice),
+        }
+
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/", _send_file),
             web.get("/{file}", _send_file),
-            web.get("/api/runs", self._answering(Page._runs)),
-            web.get("/api/learning", self._answering(Page._learning)),
-            web.get("/api/time", self._answering(Page._time)),
-            web.get("/api/processes", self._answering(Page._processes)),
-            web.get("/api/trajectories", self._answering(Page._trajectories)),
-            web.get("/api/trajectory", self._answering(Page._trajectory)),
-            web.get("/api/advice", self._answering(Page._advice)),
+            web.get("/api/runs", self._answering("runs")),
+            web.get("/api/learning", self._answering("learning")),
+            web.get("/api/time", self._answering("time")),
+            web.get("/api/processes", self._answering("processes")),
+            web.get("/api/trajectories", self._answering("trajectories")),
+            web.get("/api/trajectory", self._answering("trajectory")),
+            web.get("/api/advice", self._answering("advice")),
         ]
 
-    def _answering(self, view: View) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _answering(self, view: str) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             try:
-                body = await self._body(request.path_qs, view, dict(request.query))
+                body = await self._body(request.path_qs, self.views[view], dict(request.query))
             except (LookupError, ValueError) as error:  # ValueError: of numbers, paths and files of trajectories
                 return _response(_error(error), "application/json", 404)
             except (LaunchError, OSError) as error:
@@ -103,7 +113,7 @@ class Page:
         async with self._one_at_a_time:
             made, body = self._answers.pop(asked, (-_FRESH_S, b""))
             if self._clock.monotonic() - made >= _FRESH_S:
-                body = await asyncio.to_thread(lambda: msgspec.json.encode(view(self, query)))
+                body = await asyncio.to_thread(lambda: msgspec.json.encode(view(query)))
                 made = self._clock.monotonic()
             self._answers[asked] = made, body
             while len(self._answers) > _MOST_ANSWERS:
@@ -122,29 +132,27 @@ class Page:
         entries = {name: read_entry(path) for name, path in self._run_dirs.items()}
         return [{**asdict(entry), "name": name} for name, entry in entries.items()]
 
-    def _learning(self, query: Mapping[str, str]) -> object:
-        return {"panels": [_shown(panel) for panel in picture(self._of_all(query)).panels]}
+    def _of_records(self, make: Callable[[list[Run]], object]) -> View:
+        """A view of the lineages of the runs that a request names. It is made anew only if a run has a new record of a step or an
+        evaluation, or has ended. The view raises LookupError or ValueError."""
+        kept: tuple[object, object] = (None, None)
 
-    def _of_all(self, query: Mapping[str, str]) -> list[Run]:
-        """The lineages of the runs that a request names. Raises LookupError or ValueError."""
-        names = msgspec.json.decode(query.get("runs", ""), type=list[str])
-        return [run for name in names for run in self._lineages(name, self._of({"run": name}))]
+        def view(query: Mapping[str, str]) -> object:
+            nonlocal kept
+            names = msgspec.json.decode(query.get("runs", ""), type=list[str])
+            files = [(name, one, is_running(one.run_dir)) for name in names for one in [self._of({"run": name})]]
+            mark = [(name, len(one.records), going_on) for name, one, going_on in files]
+            if kept[0] != mark:
+                kept = mark, make([run for name, one, on in files for run in one.runs(name, going_on=on)])
+            return kept[1]
 
-    def _lineages(self, name: str, files: RunFiles) -> list[Run]:
-        return files.runs(name, going_on=is_running(files.run_dir))
+        return view
 
     def _time(self, query: Mapping[str, str]) -> object:
         files = self._of(query)
-        runs = self._lineages(query["run"], files)
+        runs = files.runs(query["run"], going_on=is_running(files.run_dir))
         panels = timeline(files, runs[-1] if runs else None)
         return {"panels": [_shown(panel) for panel in panels], "events": files.events}
-
-    def _advice(self, query: Mapping[str, str]) -> object:
-        return [
-            {"run": run.name, "title": found.title, "figure": found.figure, "remedy": found.remedy}
-            for run in self._of_all(query)
-            for found in advise(run)
-        ]
 
     def _processes(self, query: Mapping[str, str]) -> object:
         run_dir = self._of(query).run_dir
@@ -213,6 +221,18 @@ class Page:
             raise ValueError("file: attempt_N/NAME.safetensors, as /api/trajectories gives it")
         path = path_of(self._of(query).run_dir, f"{TRAJECTORIES}/{name}")
         return make_view(path, sequence=int(query.get("sequence", "0")), around=self._around(path), compute=False)
+
+
+def _learning(runs: list[Run]) -> object:
+    return {"panels": [_shown(panel) for panel in picture(runs).panels]}
+
+
+def _advice(runs: list[Run]) -> object:
+    return [
+        {"run": run.name, "title": found.title, "figure": found.figure, "remedy": found.remedy}
+        for run in runs
+        for found in advise(run)
+    ]
 
 
 def _filter(query: Mapping[str, str]) -> Callable[[Mapping[str, Any]], bool]:

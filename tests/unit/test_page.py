@@ -14,6 +14,8 @@ from recordings import make_group, make_store, record_batches
 from test_curves import evaluation, step, write_run
 
 import asyncrl
+from asyncrl.cli import page as page_module
+from asyncrl.cli.curves import picture
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
 from asyncrl.data.trajectories import Entry
 from asyncrl.launch.rundir import RunRecord, write_record
@@ -236,6 +238,20 @@ async def test_a_thousand_requests_read_the_run_once_a_second(run_dir, monkeypat
         assert num_reads == 2
 
 
+async def test_views_of_records_are_made_anew_only_after_a_new_record(run_dir, monkeypatch):
+    made = []
+    monkeypatch.setattr(page_module, "picture", lambda runs: made.append(len(runs[0].steps)) or picture(runs))
+    clock = ManualClock()
+    async with served({"t0": run_dir}, clock) as (_, send):
+        for written in (None, "journal/generation_server_0.jsonl", "metrics.jsonl", None):
+            if written is not None:
+                with (run_dir / written).open("a") as file:
+                    file.write(json.dumps({**step(4), "tokens": 1, "version": "v"}) + "\n")
+            await asked(send, "/api/learning", runs='["t0"]')
+            clock.now += 1
+    assert made == [3, 4]
+
+
 LONG_RUN = """
 import json, sys, time
 from pathlib import Path
@@ -245,15 +261,15 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK
 run_dir = Path(sys.argv[1])
 page = Page({"t0": run_dir}, SYSTEM_CLOCK)
 sizes = {}
-for name, view, query in (
-    ("learning", Page._learning, {"runs": '["t0"]'}),
-    ("time", Page._time, {"run": "t0"}),
-    ("advice", Page._advice, {"runs": '["t0"]'}),
-    ("trajectories", Page._trajectories, {"run": "t0"}),
+for name, query in (
+    ("learning", {"runs": '["t0"]'}),
+    ("time", {"run": "t0"}),
+    ("advice", {"runs": '["t0"]'}),
+    ("trajectories", {"run": "t0"}),
 ):
-    sizes[name] = len(json.dumps(view(page, query)))
+    sizes[name] = len(json.dumps(page.views[name](query)))
     began = time.monotonic()
-    view(page, query)
+    page.views[name](query)
     print(name, sizes[name], round(time.monotonic() - began, 3), file=sys.stderr)
 status = Path("/proc/self/status").read_text()  # ru_maxrss would count the peak of the process that started this one, too
 peak_kb = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))

@@ -2,7 +2,7 @@
 // Everything that a run has written reaches the page as text: `make` sets textContent and properties, never HTML.
 
 const COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#b1509e", "#c9a227", "#5aa9b8", "#d0525b", "#7a6fd0", "#8a8f98"];
-const EVERY_MS = 2000;
+const EVERY_MS = 1000;
 const VIEWS = { learning, time, processes, trajectories, advice };
 const fragment = location.hash.slice(1);
 if (fragment) {
