@@ -16,7 +16,10 @@ from typing import Any
 from asyncrl.config.errors import ConfigError
 
 # Adapters that a config names in short, `name:what it adapts`: their classes, and the arguments that take the latter
-ADAPTERS = {"command": ("asyncrl.rollout.command_agent:CommandAgent", "command")}
+ADAPTERS = {
+    "command": ("asyncrl.rollout.command_agent:CommandAgent", "command"),
+    "verifiers": ("asyncrl.rollout.episodes:VerifiersAgent", "environment"),
+}
 
 
 def adapted(spec: str) -> tuple[str, dict[str, str]]:

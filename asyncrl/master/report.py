@@ -34,6 +34,7 @@ REMEDIES = {
     "bad_prompt": "leave such prompts out, or use a tokenizer that knows their characters",
     "empty_response": "check that prompts leave room for a response in the model's positions",
     "generation_refused": "check that prompts and rollout.sampling fit the model and generation.num_blocks",
+    "episode_gone": "the processes of episodes do not start any more: is agent_args.python still there, with its packages?",
     "max_issues": "find out why their rollouts did not end; manager.max_issues limits how often a prompt is tried",
     "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
     "push_refused": "raise runtime.max_message_bytes, or sample fewer tokens for each prompt",

@@ -60,7 +60,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
     on_parents_death(signal.SIGTERM)
     adopt_orphans()
     hello = json.loads(control.recv(_MAX_MESSAGE))
-    sys.path[:] = hello["sys_path"]
+    sys.path[:] = hello.get("sys_path") or [*sys.path, hello["package"]]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     function = _load(hello["spec"], control)

@@ -134,6 +134,8 @@ class Judges:
         most: int,
         most_async: int,
         logger: logging.Logger,
+        python: str = "",
+        max_tries: int = _MAX_TRIES,
         output: int | None = None,
         max_output_bytes: int = MAX_BYTES,
         pace: RestartPace | None = None,
@@ -143,14 +145,16 @@ class Judges:
     ) -> None:
         """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
-        memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output:
-        the file descriptor for what the function prints; None: this process's stdout. max_output_bytes: of a nursery and its
-        judges; the rest is dropped and counted. death_limit_s: after a judge has closed its connection, wait this long for the
-        nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed, wait this long until the nursery
-        and all its descendants have ended.
+        memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. python:
+        the interpreter of the processes, which then has its own packages; "": this one. max_tries: of a call whose judge dies, or
+        is lost, in each try. output: the file descriptor for what the function prints; None: this process's stdout.
+        max_output_bytes: of a nursery and its judges; the rest is dropped and counted. death_limit_s: after a judge has closed its
+        connection, wait this long for the nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed,
+        wait this long until the nursery and all its descendants have ended.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
+        self._python, self._max_tries = python, max_tries
         self._logger = logger
         self._output, self._max_output_bytes, self._clock = output, max_output_bytes, clock
         self._free: list[_Judge] = []
@@ -199,11 +203,11 @@ class Judges:
                     await self._raise_end_of(judge)
                 except JudgeDied:
                     num_deaths += 1
-                    if num_deaths >= _MAX_TRIES:
+                    if num_deaths >= self._max_tries:
                         raise
                 except JudgesLost:
                     num_losses += 1
-                    if self._closed or num_losses >= _MAX_LOSSES:
+                    if self._closed or num_losses >= min(_MAX_LOSSES, self._max_tries):
                         raise
                     await asyncio.sleep(_LOSS_PAUSE_S)
             if answer.get("last") or judge.died.done():
@@ -295,7 +299,7 @@ class Judges:
         with theirs, contextlib.closing(pump):
             nursery = subprocess.Popen(
                 # The spec is for `ps` and fault injection
-                [sys.executable, "-P", program, str(theirs.fileno()), self.spec],
+                [self._python or sys.executable, "-P", program, str(theirs.fileno()), self.spec],
                 stdin=subprocess.DEVNULL,
                 stdout=pump.writer,
                 stderr=subprocess.STDOUT,
@@ -309,7 +313,11 @@ class Judges:
         self, nursery: subprocess.Popen[bytes], control: socket.socket
     ) -> tuple[bool, tuple[str, ...]]:
         """Wait until the nursery has imported the user's module. Blocks the thread, just as an import in this process would."""
-        hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
+        package = str(
+            Path(__file__).parents[2]
+        )  # another interpreter has its own path, and imports only asyncrl from this one
+        hello = {"spec": self.spec, "memory_bytes": self._memory_bytes, "package": package}
+        hello |= {} if self._python else {"sys_path": sys.path}
         control.settimeout(_START_LIMIT_S)
         try:
             control.send(json.dumps(hello).encode())

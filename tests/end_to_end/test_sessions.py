@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -142,4 +144,33 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
     answers = [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
     assert answers == [2] * (3 * BATCH * GROUP)
+    assert_nothing_left(run.run_dir)
+
+
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts are the environment's tasks, which its module writes. Each trajectory has one answer."""
+    environments = str(Path(__file__).parents[1] / "environments")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [environments, os.environ.get("PYTHONPATH", "")])))
+    config = make_tiny_run(tmp_path / "tiny")
+    make_tiny_model(
+        tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
+    )
+    write = [sys.executable, "-m", "asyncrl.rollout.verifiers_episode", "capitals"]
+    tasks = subprocess.run(write, check=True, capture_output=True, timeout=LIMIT_S).stdout
+    (tmp_path / "tasks.jsonl").write_bytes(tasks * 16)
+    settings = [
+        *AHEAD,
+        f"model_path={tmp_path / 'chat'}",
+        f"prompts={{path: {tmp_path}/tasks.jsonl, prompt_key: text}}",
+        "rollout.tasks.default.agent=verifiers:capitals",
+        f"rollout.group_size={GROUP}",
+        "rollout.sampling.max_new_tokens=12",
+    ]
+    with launch(config, *settings, "train.max_steps=3") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, 3)
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    answers = [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
+    assert answers == [1] * (3 * BATCH * GROUP)
     assert_nothing_left(run.run_dir)

@@ -1,0 +1,92 @@
+"""Episodes of the environments of verifiers (the package's v1 API). It runs in the processes of EpisodeAgent, in any Python that
+has this package, and imports nothing else of asyncrl.
+
+    rollout.tasks.default.agent=verifiers:NAME
+
+The prompts are the environment's tasks, by their number. This module writes them:
+
+    python -m asyncrl.rollout.verifiers_episode NAME --limit 1000 >data/train.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+from asyncrl.rollout import verifiers_harness
+
+_KEY = "ASYNCRL_SESSION_KEY"  # where verifiers' client looks for the session's key
+_HARNESS = "asyncrl_in_process"
+sys.modules[_HARNESS] = verifiers_harness  # verifiers finds harnesses by the names of modules, without dots
+
+
+def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> float:
+    """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping.
+
+    Raises RuntimeError with the cause if the episode failed: its reward would be 0.
+    """
+    return asyncio.run(_play(settings, int(item["index"]), address))
+
+
+async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, Any]) -> float:
+    environment, tasks = _loaded(json.dumps(settings, sort_keys=True))
+    os.environ[_KEY] = address["api_key"]
+    client = vf.EvalClientConfig(base_url=address["base_url"], api_key_var=_KEY)
+    async with environment.serving():
+        episode = await environment.run_episode(tasks[index], vf.ModelContext("policy", client, vf.Sampling()))
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok or errors:
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
+    seats = [trace for trace in episode.traces if environment._agent_specs[trace.agent.name].client is None]
+    if len(seats) != 1 or not seats[0].agent.trainable:
+        told = ", ".join(f"{trace.agent.name}{'' if trace.agent.trainable else ' (not trained)'}" for trace in seats)
+        raise RuntimeError(
+            f"the policy played the seats {told or 'none'}; it must play one seat, which is trained. Give the others a client of "
+            "their own (agent_args.settings.config.<seat>.client)"
+        )
+    return float(seats[0].reward)
+
+
+@functools.cache
+def _loaded(settings: str) -> tuple[Any, list[Any]]:
+    given = json.loads(settings)
+    environment = load_environment(_config(given["environment"], given.get("config", {})))
+    return environment, list(environment.taskset)
+
+
+def _config(name: str, given: Mapping[str, Any]) -> Any:
+    """verifiers' config. A role that is not configured runs in this process: verifiers' defaults are a remote runtime and a program
+    that it installs for each episode."""
+    raw = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
+    for role in agent_config_fields(resolve_env_config(raw)):
+        raw[role] = {"runtime": {"type": "subprocess"}, "harness": {"id": _HARNESS}, **given.get(role, {})}
+    return resolve_env_config(raw)
+
+
+def _rows(name: str, limit: int) -> None:
+    taskset = load_environment(_config(name, {})).taskset
+    for index, task in enumerate(itertools.islice(taskset, limit)):
+        prompt = task.data.prompt
+        text = prompt if isinstance(prompt, str) else " ".join(str(message.content) for message in prompt or ())
+        print(json.dumps({"index": index, "text": text or name, "answer": ""}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description="Write the tasks of a verifiers environment as prompts, one JSON object a line."
+    )
+    parser.add_argument("name", help="the environment, as verifiers names it")
+    parser.add_argument("--limit", type=int, default=10_000, help="the most tasks (default: %(default)s)")
+    asked = parser.parse_args()
+    _rows(asked.name, asked.limit)

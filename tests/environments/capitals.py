@@ -1,0 +1,26 @@
+"""An environment of verifiers: one turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    word: str = ""
+
+
+class Capitals(vf.Task[Data]):
+    @vf.reward
+    async def same(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.strip() == self.data.word.upper())
+
+
+class CapitalsSet(vf.Taskset[Capitals, vf.TasksetConfig]):
+    def load(self) -> Iterator[Capitals]:
+        for word in ("hi", "ho"):
+            yield Capitals(Data(prompt=word, word=word), self.config.task)
+
+
+__all__ = ["CapitalsSet"]

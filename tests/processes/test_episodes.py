@@ -1,0 +1,189 @@
+"""Environments whose libraries play whole episodes: what each failure costs, another Python, and verifiers' own environments."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_chat_agent import PROMPT, SAMPLING, Judge, echo
+from test_openai_api import EOS, SERVICES, TOKENIZER, VERSION
+
+from asyncrl.config.schema import SamplingConfig
+from asyncrl.rewards.outcome import RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response
+from asyncrl.rollout import episodes
+from asyncrl.rollout.episodes import EpisodeAgent, VerifiersAgent
+from asyncrl.rollout.openai_api import ChatEndpoint
+
+LIMIT_S = 120.0
+ENVIRONMENTS = Path(__file__).parents[1] / "environments"
+
+# A library's own client, with the standard library: it may be of any Python
+PLAY = """
+import json, os, sys, time, urllib.request
+
+def play(settings, item, address):
+    say = item["say"]
+    body = json.dumps({"messages": [{"role": "user", "content": say}]}).encode()
+    with urllib.request.urlopen(urllib.request.Request(address["base_url"] + "/chat/completions", body)) as reply:
+        said = json.load(reply)["choices"][0]["message"]["content"]
+    exec(settings.get("after", ""))
+    return float(said == say.upper() and sys.executable == settings.get("python", sys.executable))
+"""
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ChatEndpoint]:
+    made = ChatEndpoint(SERVICES)
+    await made.start("127.0.0.1")
+    Judge.open = 0
+    yield made
+    await made.close()
+    assert Judge.open == 0
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: list[Any] = []
+    make = episodes.Judges
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(episodes, "Judges", record)
+    episodes._judges.cache_clear()
+    yield made
+    for judges in made:
+        judges.close()
+    episodes._judges.cache_clear()
+
+
+def agent(play: str, *, group_size: int = 1, **args: Any) -> EpisodeAgent:
+    return EpisodeAgent(play=play, tokenizer=TOKENIZER, sampling=SAMPLING, group_size=group_size, **args)
+
+
+async def collect(made: EpisodeAgent, endpoint: ChatEndpoint, policy: Any = echo, **row: Any) -> Any:
+    prompt = replace(PROMPT, row=row)
+    judge = Judge(prompt=prompt, reward=None)
+    async with asyncio.timeout(LIMIT_S):
+        (sample,) = await made.collect_sessions(prompt, judge, endpoint, policy)
+    return sample
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> str:
+    (tmp_path / "library.py").write_text(PLAY)
+    return f"{tmp_path}/library.py:play"
+
+
+async def test_a_python_without_asyncrls_packages_plays(endpoint: ChatEndpoint, play: str) -> None:
+    python = str(Path(sys.base_prefix) / "bin" / "python3")
+    made = agent(
+        play, group_size=2, python=python, settings={"python": python, "after": "assert 'torch' not in sys.modules"}
+    )
+    sample = await collect(made, endpoint, say="hi")
+    assert sample.data["rewards"].tolist() == [1.0, 1.0]
+    assert TOKENIZER.decode(sample.slices("packed_input_ids")[0][0]).endswith("HI<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("after", "reason", "told"),
+    [
+        ("time.sleep(600)", "episode_timeout", "took more than 2 s"),
+        ("sys.exit(3)", "episode_error", "SystemExit"),
+        ("os._exit(3)", "episode_died", "exit code 3"),
+        ("raise KeyError('gone')", "episode_error", "KeyError"),
+        ("held = bytearray(3_000_000_000)", "episode_error", "MemoryError"),
+    ],
+)
+async def test_an_episode_that_fails_is_released_and_no_reward(
+    endpoint: ChatEndpoint, play: str, after: str, reason: str, told: str
+) -> None:
+    """It is played once: its next try is another rollout. It takes its limit and at most 2 s."""
+    made = agent(play, settings={"after": after}, limit_s=2.0, memory_bytes=1_000_000_000)
+    began = time.monotonic()
+    with pytest.raises(RolloutReleased, match=told) as ended:
+        await collect(made, endpoint, say="hi")
+    assert ended.value.reason == reason
+    assert endpoint.counts.requests == 1
+    if reason == "episode_timeout":
+        assert time.monotonic() - began < 2.0 + 2.0
+    # The next episode is not harmed
+    sample = await collect(agent(play, limit_s=LIMIT_S, memory_bytes=1_000_000_000), endpoint, say="ho")
+    assert sample.data["rewards"].tolist() == [1.0]
+
+
+def verifiers(name: str, *, group_size: int = 1, limit_s: float = LIMIT_S, **settings: Any) -> EpisodeAgent:
+    chat: Any = {"tokenizer": TOKENIZER, "sampling": SAMPLING, "group_size": group_size}
+    return VerifiersAgent(environment=name, limit_s=limit_s, **chat, **settings)
+
+
+async def test_an_environment_of_verifiers(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    sample = await collect(verifiers("capitals", group_size=2), endpoint, index=1)
+    assert sample.data["rewards"].tolist() == [1.0, 1.0]
+    assert TOKENIZER.decode(sample.slices("packed_input_ids")[0][0]).endswith("HO<|im_end|>")
+
+
+@pytest.mark.release
+async def test_several_turns_of_an_environment(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    sample = await collect(verifiers("echoes"), endpoint, index=0)
+    assert sample.data["rewards"].tolist() == [0.5 * 3 + 1]
+    ids, sampled = sample.slices("packed_input_ids")[0][0], sample.slices("loss_mask")[0][0]
+    assert TOKENIZER.decode(ids[sampled]) == "HI<|im_end|>HI AGAIN<|im_end|>HI AGAIN AGAIN<|im_end|>"
+
+
+@pytest.mark.release
+async def test_seats_that_are_not_trained_are_refused(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last answer would be the critic's, and the speaker's reward would train it."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    with pytest.raises(RolloutReleased, match=r"the policy played the seats speaker, critic \(not trained\)"):
+        await collect(verifiers("echoes", config={"with_critic": True}), endpoint, index=0)
+
+
+@pytest.fixture
+def with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool's server is a program that the episode starts."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+
+
+async def call_add(input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece) -> Response:
+    """Call the tool with the numbers of the question, then repeat its answer."""
+    told = TOKENIZER.decode(input_ids)
+    said = re.search(r"<tool_response>\s*(.*?)\s*</tool_response>|<\|im_start\|>tool\n(.*?)<\|im_end\|>", told)
+    a, b = re.findall(r"<\|im_start\|>user\n(\d+) (\d+)", told)[0]
+    call = f'<tool_call>{{"name": "numbers_add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+    response = Response(list(input_ids))
+    output = [*TOKENIZER.encode(next(filter(None, said.groups())) if said else call), EOS]
+    response.add_piece(output, [-1.0] * len(output), [(VERSION, len(output))])
+    on_piece(response)
+    response.finished = True
+    return response
+
+
+async def test_tools_by_mcp(endpoint: ChatEndpoint, with_tools: None) -> None:
+    sample = await collect(verifiers("adder"), endpoint, call_add, index=0)
+    assert sample.data["rewards"].tolist() == [1.0]
+    ids, sampled = sample.slices("packed_input_ids")[0][0], sample.slices("loss_mask")[0][0]
+    assert TOKENIZER.decode(ids[sampled]).count("<|im_end|>") == 2
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("index", [1, 2])
+async def test_a_tool_that_hangs_or_ends_costs_its_episode(
+    endpoint: ChatEndpoint, with_tools: None, index: int
+) -> None:
+    with pytest.raises(RolloutReleased, match="episode_"):
+        await collect(verifiers("adder", limit_s=30.0), endpoint, call_add, index=index)
+    sample = await collect(verifiers("adder", limit_s=LIMIT_S), endpoint, call_add, index=0)
+    assert sample.data["rewards"].tolist() == [1.0]
