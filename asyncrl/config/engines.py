@@ -51,11 +51,14 @@ class EngineTraits:
     routes_limit: str = ""  # why it cannot return the experts of each token (train.routes); "": it can
     delta_limit: str = ""  # why it cannot load deltas; "": it can
     network_limit: str = ""  # why it cannot receive weights over the network; "": it can
+    adapter_limit: str = ""  # why it serves no adapters (train.lora); "": it does
+    adapter_ranks: tuple[int, ...] = ()  # for which it can reserve room, and so the largest rank of an adapter; (): all
     filter_limit: str = ""  # why it cannot sample with top-p or top-k; "": it can
     cpu_heads: tuple[int, ...] = ()  # widths of attention heads that it has on a CPU; (): all
     cpu_tied_limit: str = ""  # why it cannot serve a model with tied embeddings on a CPU; "": it can
 
 
+_NO_ADAPTERS = "SGLang's adapters are not proven: on a CPU SGLang 0.5.23 cannot load any"
 DEFAULT_ENGINE = "transformers"
 # Allocations name the engine, as in `sglang.d2p1m1+d2p1m1`
 ENGINES = {
@@ -75,6 +78,7 @@ ENGINES = {
         rank_bytes=2 << 30,  # measured, front end included, rounded up
         settings=("server_args",),
         grid_limit="has no pipeline stages",
+        adapter_limit=_NO_ADAPTERS,
     ),
     "vllm": EngineTraits(
         starts_servers=True,
@@ -89,6 +93,7 @@ ENGINES = {
         grid_limit="has no pipeline stages",
         routes_limit="vLLM returns experts only with Triton and a prefix cache, which was not compared with the trainer",
         network_limit="vLLM's own transfer of weights needs GPUs, on which it has not been run with asyncrl",
+        adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         filter_limit="vLLM's logprobs would be renormalised among the tokens that a filter keeps",
         cpu_heads=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         cpu_tied_limit="on a CPU vLLM keeps a packed copy of the output layer, which a load of tied weights does not renew",
@@ -98,6 +103,7 @@ ENGINES = {
         settings=("urls", "api_key_file"),
         grid_limit="keeps the parallelism that it was started with",
         routes_limit="an external SGLang server may have been started without --enable-return-routed-experts",
+        adapter_limit=_NO_ADAPTERS,
         delta_limit="an external SGLang server may not see this host's folders, to which deltas would be written in full",
     ),
 }

@@ -33,9 +33,31 @@ def problems_of_lora(
             (not lora.targets, "train.lora.targets", f"names no layer; use {ALL_LINEAR}"),
             (not mode.trains, "mode", "only samples, from model_path without adapters; leave train.lora out"),
             (
-                mode.updates_servers and not generates.is_embedded,
+                mode.updates_servers and bool(generates.adapter_limit),
                 "allocation",
-                f"the engine {allocation.engine} loads no adapters here yet; use transformers",
+                f"{generates.adapter_limit}; use transformers or vllm",
+            ),
+            (
+                bool(generates.adapter_ranks) and lora.rank > max(generates.adapter_ranks, default=0),
+                "train.lora.rank",
+                f"the engine {allocation.engine} has room for {max(generates.adapter_ranks, default=0)} at most; use a lower one, "
+                "or transformers",
+            ),
+            (
+                generates.program is not None and weights.verify_logprobs is False,
+                "weights.verify_logprobs",
+                f"the engine {allocation.engine} is silent about tensors of an adapter that it does not use, and only this check "
+                "notices; set it to true",
+            ),
+            (
+                generates.program is not None and config.generation.interrupt == "in_place",
+                "generation.interrupt",
+                f"with the engine {allocation.engine} a request keeps the adapter with which it began; use abort, retract or wait",
+            ),
+            (
+                generates.program is not None and bool(allocation.shared_workers or allocation.until),
+                "allocation",
+                f"shared devices or phases with the engine {allocation.engine} {_UNPROVEN}; use devices of their own and one phase",
             ),
             (
                 weights.full_every > 1,

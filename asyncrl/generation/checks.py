@@ -267,13 +267,17 @@ class ModelTensors:
                             ErrorClass.PERMANENT,
                         )
                     folder = stack.enter_context(self._local.in_full(chain, limit_s))
-                files = weights.tensor_files(folder)
-                expected = self._expected or self._specs(files)
-                check_tensors(expected, self._aliases(expected), files)
+                self._check(folder)
             except (WeightsError, SafetensorError, OSError) as error:
                 raise WeightsRefused(f"{directory}: {error}", classify(error)) from error
-            self._expected = expected
             yield folder
+
+    def _check(self, folder: Path) -> None:
+        """Check the tensors of a verified version. Raises WeightsRefused, WeightsError, SafetensorError, OSError."""
+        files = weights.tensor_files(folder)
+        expected = self._expected or self._specs(files)
+        check_tensors(expected, self._aliases(expected), files)
+        self._expected = expected
 
     def check_sent(self, specs: TensorSpecs, *, complete: bool) -> None:
         """Check names, dtypes and shapes of tensors that arrive over the network. Raises WeightsRefused."""

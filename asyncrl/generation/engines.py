@@ -139,7 +139,7 @@ class VLLMEngines(ProgramEngines):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.vllm import VLLMEngine, own_server
 
-        server = own_server(self._config.generation, self._config.model_path, **self._place)
+        server = own_server(self._config.generation, self._config.model_path, lora=self._config.lora, **self._place)
         return VLLMEngine(arguments, server, self._writer())
 
 

@@ -109,8 +109,9 @@ class ServerClient(ABC):
         """
 
     @abstractmethod
-    async def score(self, rid: str, input_ids: list[int], *, limit_s: float) -> list[float]:
-        """Logprob of each token of a prompt given those before it, at temperature 1; 0 for the first."""
+    async def score(self, rid: str, input_ids: list[int], version: str, *, limit_s: float) -> list[float]:
+        """Logprob of each token of a prompt given those before it, at temperature 1; 0 for the first. version: the one that is
+        served; "": none is."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, limit_s: float) -> None:

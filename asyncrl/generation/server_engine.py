@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from asyncrl.data.model_limits import ModelLimits
+from asyncrl.generation.adapter_tensors import AdapterTensors
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
     CLOSING,
@@ -164,7 +165,11 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
         super().__init__(arguments)
         self._server, self._client, self._local = server, client, local
         self._limits = ModelLimits.of(arguments.model_path)
-        self._tensors = ModelTensors(arguments.model_path, tied=self._limits.tied, local=local)
+        self._tensors = (
+            AdapterTensors(arguments.model_path, arguments.lora)
+            if arguments.lora is not None
+            else ModelTensors(arguments.model_path, tied=self._limits.tied, local=local)
+        )
         self._eos_token_ids.update(self._limits.eos_token_ids)
         self._max_prompt = self._max_length = self._limits.max_length
         self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
@@ -494,7 +499,9 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
             raise EngineUnavailable(
                 f"{self.program} cannot score while it is paused in place; use another generation.interrupt"
             )
-        scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_limit_s)
+        served = version or self._version
+        name = "" if served is None else str(served)
+        scores = await self._client.score(self._new_key(), input_ids, name, limit_s=self._config.load_limit_s)
         if not self._running and self._keeps_prefixes:
             await self._client.flush_cache(limit_s=ASK_LIMIT_S)
         return scores

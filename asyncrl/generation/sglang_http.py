@@ -103,7 +103,7 @@ class SGLangClient(ServerClient):
             async for event in events:
                 yield _piece(event)
 
-    async def score(self, rid: str, input_ids: list[int], *, limit_s: float) -> list[float]:
+    async def score(self, rid: str, input_ids: list[int], version: str, *, limit_s: float) -> list[float]:
         request = _Generate(
             rid=rid, input_ids=input_ids, sampling_params={"max_new_tokens": 1, "temperature": 0.0}, logprob_start_len=0
         )

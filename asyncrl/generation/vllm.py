@@ -7,6 +7,10 @@ vLLM labels each token with the version that it was told last (/update_weight_ve
 everything is paused. Each request has its version as the salt of its prefixes, so keys of an older version are never used for a
 newer one, and its scores have salts of their own.
 
+With train.lora vLLM keeps the base, and each version is an adapter under its own name, which every request names: that name is the
+label of the request's tokens. The adapter before is unloaded, so a request that names it is refused. vLLM is silent about tensors
+of an adapter that it does not use, so the logprob check stays on.
+
 Logprobs are those of vLLM's processed logits: after temperature, and also after top-p and top-k, which would renormalise them.
 Sampling with a filter is therefore refused. So are guessed tokens, whose logprobs vLLM 0.32 reports wrongly.
 """
@@ -18,13 +22,14 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from asyncrl.config.engines import VLLM_PROGRAM
-from asyncrl.config.schema import ConfigError, GenerationConfig
+from asyncrl.config.engines import ENGINES, VLLM_PROGRAM
+from asyncrl.config.schema import ConfigError, GenerationConfig, LoraConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.generation.engine import EngineArguments, EngineRequest, RequestRefused
 from asyncrl.generation.server_client import Finish, Piece, PieceMeta, ServerClient, ServerError, decode
@@ -38,6 +43,7 @@ from asyncrl.generation.server_process import (
     options,
     program_environment,
 )
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.generation import SamplingParams, VersionSpan
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
@@ -65,30 +71,36 @@ def own_server(
     seed: int,
     log: Path,
     gpus: Sequence[str] = (),
+    lora: LoraConfig | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> ServerProcess:
     """Make a server for this model without starting it. It runs on the GPUs that this process may use, or on the CPU.
 
-    gpus: those that the launcher gave this process.
+    gpus: those that the launcher gave this process. lora: versions are adapters.
     """
     python = str(Path(config.python or sys.executable).expanduser().absolute())
     on_gpu = bool(gpus or visible_devices())
-    arguments = server_arguments(config, model_path, tensor=tensor, seed=seed, on_gpu=on_gpu)
+    arguments = server_arguments(config, model_path, tensor=tensor, seed=seed, on_gpu=on_gpu, lora=lora)
     return ServerProcess(
         VLLM,
         python=python,
         arguments=lambda port: arguments,
-        environment=lambda tmp: server_environment(os.environ, python=python, tmp=tmp, on_gpu=on_gpu),
+        environment=lambda tmp: server_environment(
+            os.environ, python=python, tmp=tmp, on_gpu=on_gpu, adapters=lora is not None
+        ),
         log=log,
         on_gpu=on_gpu,
         clock=clock,
     )
 
 
-def server_arguments(config: GenerationConfig, model_path: str, *, tensor: int, seed: int, on_gpu: bool) -> list[str]:
+def server_arguments(
+    config: GenerationConfig, model_path: str, *, tensor: int, seed: int, on_gpu: bool, lora: LoraConfig | None = None
+) -> list[str]:
     """The arguments of vllm's command line. generation.server_args override them.
 
-    vLLM loads the weights in model_path at its start, because it can replace only loaded ones. The engine serves none of them.
+    vLLM loads the weights in model_path at its start, because it can replace only loaded ones. The engine serves none of them, or,
+    with adapters, none of them alone.
     """
     arguments = {
         "uds": SOCKET,
@@ -113,10 +125,15 @@ def server_arguments(config: GenerationConfig, model_path: str, *, tensor: int, 
         arguments["max-model-len"] = str(min(most))
     if not config.prefix_sharing or config.interrupt == "in_place":
         arguments["no-enable-prefix-caching"] = "true"
+    if lora is not None:
+        rank = min(rank for rank in ENGINES["vllm"].adapter_ranks if rank >= lora.rank)
+        arguments |= {"enable-lora": "true", "max-lora-rank": str(rank), "max-loras": "1"}
     return ["serve", model_path, *options(arguments, config.server_args)]
 
 
-def server_environment(base: Mapping[str, str], *, python: str, tmp: str, on_gpu: bool) -> dict[str, str]:
+def server_environment(
+    base: Mapping[str, str], *, python: str, tmp: str, on_gpu: bool, adapters: bool = False
+) -> dict[str, str]:
     """The environment of vLLM's process."""
     environment = program_environment(base, python=python, tmp=tmp)
     environment.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would let requests carry pickles
@@ -128,6 +145,8 @@ def server_environment(base: Mapping[str, str], *, python: str, tmp: str, on_gpu
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # a path that it does not find is no repository
     }
+    if adapters:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the endpoints that load and unload adapters
     if not on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -182,10 +201,13 @@ class _Flushed(Struct, frozen=True):
 
 
 class _Model(Struct, frozen=True):
-    max_model_len: int
+    id: str
+    max_model_len: int | None = None  # None: an adapter
 
 
 class _Models(Struct, frozen=True):
+    """The base, then the adapters."""
+
     data: list[_Model]
 
 
@@ -195,6 +217,7 @@ class VLLMClient(ServerClient):
     def wanted(self, params: SamplingParams, stop_token_ids: list[int], version: str) -> dict[str, Any]:
         """In vLLM, too, temperature 0 is greedy, with logprobs at temperature 1."""
         return {
+            **self._model(version),
             "cache_salt": version,
             "sampling_params": {
                 "max_tokens": params.max_new_tokens,
@@ -222,9 +245,15 @@ class VLLMClient(ServerClient):
                     total += len(choice.token_ids or ())
                     yield _piece(choice, total)
 
-    async def score(self, rid: str, input_ids: list[int], *, limit_s: float) -> list[float]:
+    async def score(self, rid: str, input_ids: list[int], version: str, *, limit_s: float) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        body = {"request_id": rid, "token_ids": input_ids, "cache_salt": rid, "sampling_params": params}
+        body = {
+            "request_id": rid,
+            "token_ids": input_ids,
+            "cache_salt": rid,
+            "sampling_params": params,
+            **self._model(version),
+        }
         answer = await self._request("POST", _GENERATE, _encode(body), limit_s)
         rows = decode(answer, _Scored, _GENERATE).prompt_logprobs
         if len(rows) != len(input_ids):
@@ -250,6 +279,10 @@ class VLLMClient(ServerClient):
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, limit_s)
         await self._post("/update_weight_version", {"new_version": version}, limit_s)
 
+    def _model(self, version: str) -> dict[str, str]:
+        """The field of a request that names what runs it. {}: the loaded weights do."""
+        return {}
+
     async def flush_cache(self, *, limit_s: float) -> bool:
         path = "/reset_prefix_cache"
         return decode(await self._post(path, {}, limit_s), _Flushed, path).success
@@ -263,11 +296,58 @@ class VLLMClient(ServerClient):
 
     async def max_length(self, *, limit_s: float) -> int:
         """Tokens of a request, prompt and response together."""
+        if (found := (await self._models(limit_s))[0].max_model_len) is None:
+            raise ServerError("/v1/models does not have the base's max_model_len")
+        return found
+
+    async def _models(self, limit_s: float) -> list[_Model]:
         path = "/v1/models"
-        return decode(await self._request("GET", path, None, limit_s), _Models, path).data[0].max_model_len
+        found = decode(await self._request("GET", path, None, limit_s), _Models, path).data
+        if not found:
+            raise ServerError(f"{path} names no model")
+        return found
 
     async def _post(self, path: str, body: dict[str, Any], limit_s: float) -> bytes:
         return await self._request("POST", path, _encode(body), limit_s)
+
+
+class AdapterClient(VLLMClient):
+    """Client of a vLLM server whose versions are adapters."""
+
+    not_changed: ClassVar = {"expected target modules": ErrorClass.PERMANENT}
+
+    async def generate(
+        self, rid: str, input_ids: list[int], wanted: dict[str, Any], *, idle_limit_s: float
+    ) -> AsyncGenerator[Piece, None]:
+        """All tokens are of the adapter that the request names. vLLM's own label is of the base's weights."""
+        pieces = super().generate(rid, input_ids, wanted, idle_limit_s=idle_limit_s)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                span = VersionSpan(version=wanted["model"], start=0, end=piece.meta_info.completion_tokens)
+                yield replace(piece, meta_info=replace(piece.meta_info, weight_versions=[span]))
+
+    async def load(self, path: str, version: str, *, limit_s: float) -> None:
+        """Load an adapter under its version's name, and unload the others. An adapter of this name is unloaded first, because vLLM
+        would refuse the name."""
+        loaded = {model.id for model in (await self._models(limit_s))[1:]}
+        if version in loaded:
+            await self.unload(version, limit_s=limit_s)
+        await self._post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": path}, limit_s)
+        for name in loaded - {version}:
+            await self.unload(name, limit_s=limit_s)
+
+    async def unload(self, version: str, *, limit_s: float) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": version}, limit_s)
+
+    async def served_version(self, *, limit_s: float) -> str:
+        """The adapter that was loaded last; the base if there is none."""
+        return (await self._models(limit_s))[-1].id
+
+    def _model(self, version: str) -> dict[str, str]:
+        """Raises ServerError for no version: vLLM would take it for the base."""
+        if not version:
+            raise ServerError("no adapter is loaded")
+        return {"model": version}
 
 
 def _piece(choice: _Choice, total: int) -> Piece:
@@ -301,12 +381,13 @@ class VLLMEngine(ServerEngine[VLLMClient]):
     program = "vLLM"
 
     def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
-        super().__init__(arguments, server, VLLMClient("", server.api_key), local)
+        client = VLLMClient if arguments.lora is None else AdapterClient
+        super().__init__(arguments, server, client("", server.api_key), local)
 
     async def _ask_settings(self) -> None:
         try:
             most = await self._client.max_length(limit_s=ASK_LIMIT_S)
-        except (ServerError, IndexError) as error:
+        except ServerError as error:
             raise ConfigError(f"{self._client.url} does not answer like vLLM {VLLM_PROGRAM.tested}: {error}") from error
         self._max_prompt = self._max_length = min(self._limits.max_length, most - SPARE_POSITIONS)
 

@@ -1,8 +1,7 @@
 """A real SGLang server on the CPU, one for the session, and the weight versions that it serves.
 
-Its environment is ASYNCRL_SGLANG_PYTHON, or .venv-sglang of the repository. Without one these tests fail, because nothing else can
-show the same. ASYNCRL_SGLANG_URL names a running server. This saves the start while you work on the tests. Tests that need a server
-of their own start one all the same.
+Its environment is ASYNCRL_SGLANG_PYTHON, or .venv-sglang of the repository. ASYNCRL_SGLANG_URL names a running server, which saves
+the start while you work on the tests. Tests that need a server of their own start one all the same.
 """
 
 from __future__ import annotations
@@ -13,39 +12,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_server import START_LIMIT_S, ServerInThread
 
 from asyncrl.config.engines import SGLANG_PROGRAM
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.server_environment import find_program
+from asyncrl.generation.sglang_http import SGLangClient
+from asyncrl.generation.sglang_process import own_server
+from tests.support.real_servers import ServerInThread, config_with, interpreter, limit_tests
 from tests.support.weight_store import WeightStore
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))  # the first test starts the server
+    limit_tests(Path(__file__).parent, items)
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    """The interpreter of SGLang's environment."""
-    python = os.environ.get("ASYNCRL_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
-    if find_program(SGLANG_PROGRAM, python) is None:
-        pytest.fail(
-            f"there is no SGLang in {python}: `bash launcher/setup_sglang.sh --cpu` makes it in some minutes (or set "
-            "ASYNCRL_SGLANG_PYTHON to the interpreter of another one)",
-            pytrace=False,
-        )
-    return python
+    return interpreter(SGLANG_PROGRAM)
 
 
 @pytest.fixture(scope="session")
 def sglang_config(sglang_python: str) -> GenerationConfig:
-    """Config of the session's server. Tests that start a server of their own change the fields that they need."""
-    return GenerationConfig(python=sglang_python, max_running_requests=32, max_queue=200, load_timeout_s=START_LIMIT_S)
+    return config_with(sglang_python)
 
 
 @pytest.fixture(scope="session")
@@ -62,16 +49,21 @@ def session_servers(
     log = tmp_path_factory.mktemp("sglang") / "sglang.log"
     started: list[ServerInThread] = []
 
+    def make() -> ServerInThread:
+        return ServerInThread(
+            lambda: own_server(sglang_config, str(store.model_path), tensor=1, seed=1, log=log), SGLangClient
+        )
+
     def alive() -> ServerInThread:
         if started:
             started[0].revive()
         else:
-            started.append(ServerInThread(sglang_config, store.model_path, log))
+            started.append(make())
         return started[0]
 
     yield alive
     for server in started:
-        server.close()
+        server.stop()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from real_server import START_LIMIT_S
 
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig
@@ -36,6 +35,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import read_json_lines
 from tests.support.memory_names import memory_system, open_names
+from tests.support.real_servers import START_LIMIT_S
 from tests.support.server_load import LIMIT_S, Counter, close_to, make_prompt, respond, within
 from tests.support.weight_store import MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 

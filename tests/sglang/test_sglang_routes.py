@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from real_server import START_LIMIT_S, ServerInThread
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.generation.engine import EngineArguments, EngineRequest
 from asyncrl.generation.sglang import SGLangEngine
-from asyncrl.generation.sglang_process import AttachedServer
+from asyncrl.generation.sglang_http import SGLangClient
+from asyncrl.generation.sglang_process import AttachedServer, own_server
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.generation import SamplingParams
@@ -28,6 +28,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import version_dir, write_version
 from tests.support.families import make_family
+from tests.support.real_servers import START_LIMIT_S, ServerInThread
 from tests.support.routed import difference, experts_of, sample_of, shares
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
@@ -78,9 +79,12 @@ def server(
     python: str, model_path: Path, sglang_config: GenerationConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerInThread]:
     config = dataclasses.replace(sglang_config, python=python)
-    made = ServerInThread(config, model_path, tmp_path_factory.mktemp("log") / "sglang.log", returns_routes=True)
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    made = ServerInThread(
+        lambda: own_server(config, str(model_path), tensor=1, seed=1, log=log, returns_routes=True), SGLangClient
+    )
     yield made
-    made.close()
+    made.stop()
 
 
 def trainer_of(path: Path, train: TrainConfig = TRAIN) -> TrainEngine:

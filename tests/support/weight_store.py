@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config.schema import LoraConfig
 from asyncrl.generation.engine import Generated
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
@@ -22,6 +23,8 @@ _TELLING = 8  # least number of tokens whose mean logprobs always differ clearly
 
 class WeightStore:
     """A model directory and its weight versions."""
+
+    lora: LoraConfig | None = None  # versions are adapters
 
     def __init__(
         self,

@@ -37,6 +37,25 @@ CONFIG = ExperimentConfig(
 def test_adapters_alone_are_accepted() -> None:
     validate(CONFIG)
     validate(set_fields(CONFIG, {"train.ppo.kl_coef": 0.1, "allocation": "transformers.d2+d2p2m2c2"}))
+    validate(set_fields(CONFIG, {"allocation": "vllm.d2m2+d2", "train.lora.rank": 512}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train.lora.rank": 513}, "train.lora.rank=513: the engine vllm has room for 512 at most"),
+        (
+            {"allocation": "vllm.d1@0+d1@0", "manager.max_head_offpolicyness": 0},
+            "shared devices or phases with the engine vllm is not proven",
+        ),
+        ({"generation.interrupt": "in_place"}, "a request keeps the adapter with which it began"),
+        ({"weights.verify_logprobs": False}, "is silent about tensors of an adapter that it does not use"),
+        ({"generation.server_args": {"lora-modules": "x=/x"}}, "use train.lora.start"),
+    ],
+)
+def test_what_vllm_cannot_do_with_adapters_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(set_fields(CONFIG, {"allocation": "vllm.d1+d1", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +66,7 @@ def test_adapters_alone_are_accepted() -> None:
         ({"train.lora.dropout": 0.1}, "train.lora.dropout"),
         ({"mode": "rollout_only"}, "mode"),
         ({"allocation": "sglang.d1+d1"}, "allocation"),
+        ({"allocation": "external.d1+d1", "generation.urls": ["http://host:1"]}, "allocation"),
         ({"weights.full_every": 2}, "weights.full_every"),
         ({"allocation": "transformers.d1+d2e2"}, "allocation"),
         ({"train.routes": "compare"}, "train.routes"),

@@ -17,6 +17,7 @@ from asyncrl.config.schema import (
     ConfigError,
     ExperimentConfig,
     GenerationConfig,
+    LoraConfig,
     PromptSourceConfig,
     RolloutConfig,
     SamplingConfig,
@@ -25,7 +26,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.generation.server_client import ServerError
 from asyncrl.generation.server_environment import ProgramEnvironment
-from asyncrl.generation.vllm import VLLMClient, _Choice, _piece, server_arguments, server_environment
+from asyncrl.generation.vllm import AdapterClient, VLLMClient, _Choice, _piece, server_arguments, server_environment
 from asyncrl.launch.experiment import validate
 from asyncrl.protocol.generation import SamplingParams
 from asyncrl.testing.tiny import make_tiny_model
@@ -61,6 +62,24 @@ def test_the_command_listens_on_a_socket_and_samples_what_it_reports(model_path:
     assert "--enforce-eager --num-gpu-blocks-override 4 --max-model-len 320 --no-enable-prefix-caching" in on_cpu
     given = command(GenerationConfig(server_args={"kv-cache-dtype": "fp8"}), model_path, on_gpu=True)
     assert given.endswith("--kv-cache-dtype fp8")
+
+
+def test_adapters_have_room_and_their_endpoints(model_path: Path) -> None:
+    def arguments(lora: LoraConfig | None) -> str:
+        return " ".join(server_arguments(GenerationConfig(), str(model_path), tensor=1, seed=1, on_gpu=True, lora=lora))
+
+    assert arguments(LoraConfig(rank=9)).endswith("--enable-lora --max-lora-rank 16 --max-loras 1")
+    assert "lora" not in arguments(None)
+    for adapters in (False, True):
+        environment = server_environment({}, python="/python", tmp="/t", on_gpu=True, adapters=adapters)
+        assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment) == adapters
+
+
+def test_a_request_names_its_adapter_and_never_the_base() -> None:
+    client = AdapterClient("unix:/s")
+    assert client.wanted(SamplingParams(max_new_tokens=9), [0], "a0001-v00000003")["model"] == "a0001-v00000003"
+    with pytest.raises(ServerError, match="no adapter is loaded"):
+        client.wanted(SamplingParams(max_new_tokens=9), [0], "")
 
 
 def test_the_environment_lets_no_request_carry_code() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import MAX_POSITIONS, ServerInThread
+from conftest import MAX_POSITIONS
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
@@ -27,6 +27,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.vllm import VLLMClient, VLLMEngine, own_server
 from asyncrl.protocol.generation import SamplingParams, VersionSpan
+from tests.support.real_servers import ServerInThread
 from tests.support.server_load import Counter, close_to, make_prompt, respond, within
 from tests.support.weight_store import V0, V1, V2, V3, WeightStore
 
@@ -40,7 +41,8 @@ async def attached(
 ) -> AsyncIterator[tuple[VLLMEngine, Counter]]:
     """An engine at the session's server. It serves V0."""
     counter = Counter()
-    arguments = EngineArguments(str(store.model_path), dataclasses.replace(config, **changes), on_tokens=counter)
+    changed = dataclasses.replace(config, **changes)
+    arguments = EngineArguments(str(store.model_path), changed, on_tokens=counter, lora=store.lora)
     engine = VLLMEngine(arguments, server)
     await engine.start()
     try:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import START_LIMIT_S
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
+from asyncrl.weights.adapter import ADAPTER
 from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
 from tests.support.in_update import largest_logprob_error
+from tests.support.real_servers import START_LIMIT_S
 from tests.support.weight_store import WeightStore
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
@@ -43,6 +44,29 @@ def test_every_trained_token_is_of_the_version_that_it_names(
     with running(vllm_store, vllm_python, tmp_path, "vllm.d1+d1", "train.max_steps=4") as run:
         assert run.wait(2 * START_LIMIT_S) == 0, run.output()
         assert len(train_steps(run.run_dir)) == 4
+        assert largest_logprob_error(run.run_dir) < 1e-4
+        assert audit(run.run_dir).problems == []
+        assert_nothing_left(run.run_dir)
+
+
+def test_every_trained_token_is_of_the_adapter_that_it_names(
+    vllm_store: WeightStore, vllm_python: str, tmp_path: Path
+) -> None:
+    """peft computes the logprobs again, with each version's adapter on the base."""
+    with running(
+        vllm_store,
+        vllm_python,
+        tmp_path,
+        "vllm.d1+d1",
+        "train.lora.rank=4",
+        "train.optimizer.lr=0.02",
+        "manager.max_head_offpolicyness=2",
+        "train.max_steps=8",
+    ) as run:
+        assert run.wait(2 * START_LIMIT_S) == 0, run.output()
+        directory = role_dir(run.run_dir, "actor")
+        assert {read_manifest(directory / str(version)).kind for version in list_versions(directory)} == {ADAPTER}
+        assert max(step["offpolicy/head_max"] for step in train_steps(run.run_dir)) > 0
         assert largest_logprob_error(run.run_dir) < 1e-4
         assert audit(run.run_dir).problems == []
         assert_nothing_left(run.run_dir)

@@ -404,7 +404,8 @@ def _check_on_cpu(case: Case) -> Iterator[ConfigError]:
     width = model.get("head_dim") or model.get("hidden_size", 0) // (model.get("num_attention_heads") or 1)
     for engine in {allocation_of(phase).engine for phase in phases(config)} if not case.devices else ():
         heads, tied_limit = traits_of(engine).cpu_heads, traits_of(engine).cpu_tied_limit
-        if tied_limit and ModelLimits.of(config.model_path).tied:
+        loads_model = config.train.lora is None  # otherwise only adapters
+        if tied_limit and loads_model and ModelLimits.of(config.model_path).tied:
             yield ConfigError(
                 f"allocation={config.allocation}: model_path={config.model_path!r} has tied embeddings; {tied_limit}: use a model "
                 "with tie_word_embeddings=false, a GPU, or the engine transformers"
