@@ -81,7 +81,7 @@ def disturb(model: nn.Module) -> None:
     def choose(router: nn.Module, _: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, _, _ = output
         noisy = logits + NOISE * logits.std(-1, keepdim=True) * torch.randn_like(logits)
-        experts = noisy.topk(LAYOUT.top_k, dim=-1).indices
+        experts = noisy.topk(int(router.top_k), dim=-1).indices  # type: ignore[arg-type]
         return logits, scores_of(router, logits, experts), experts
 
     for router in routers_of(model, "")[1]:
@@ -131,6 +131,21 @@ async def test_replay_repeats_the_choices_of_a_noisy_sampler(model_path: Path) -
     assert difference(without, sample) > 1e-3
     gap = difference(without, sample)
     print(f"logprobs differ by {gap:.2g} without replay, {difference(trainer, sample):.2g} with it")
+
+
+@pytest.mark.release
+async def test_in_many_layers_noise_changes_the_experts_of_most_tokens(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    sizes = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
+    make_family(tmp_path / "model", "qwen3_moe", initializer_range=0.05, **sizes)
+    sample = await sampled(tmp_path / "model", count=4)
+    without = trainer_of(tmp_path / "model", COMPARE)
+    share, of_tokens = shares(without, sample)
+    gap = difference(without, sample)
+    print(f"noise of {NOISE:.0%}: {share:.1%} of routers, {of_tokens:.1%} of tokens; logprobs differ by {gap:.2g}")
+    assert of_tokens > 0.8
+    assert gap > 1e-4
+    assert difference(trainer_of(tmp_path / "model"), sample) <= 1e-6
 
 
 async def test_without_noise_no_choice_differs(model_path: Path) -> None:
