@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from test_curves import evaluation, step, write_run
 import asyncrl
 from asyncrl.cli import page as page_module
 from asyncrl.cli.curves import picture
+from asyncrl.cli.main import main
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
 from asyncrl.data.trajectories import Entry
 from asyncrl.launch.rundir import RunRecord, write_record
@@ -250,6 +252,20 @@ async def test_views_of_records_are_made_anew_only_after_a_new_record(run_dir, m
             await asked(send, "/api/learning", runs='["t0"]')
             clock.now += 1
     assert made == [3, 4]
+
+
+def test_the_command_refuses_what_it_cannot_serve(run_dir, tmp_path, capsys):
+    config = FILES.parents[2] / "configs" / "quickstart_cpu.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken, secured_by(None):
+        port = str(taken.getsockname()[1])
+        for arguments, code, reason in (
+            (["ui", run_dir, "--port", port], 1, f"port {port} cannot be used"),
+            (["ui", run_dir, "--port", "70000"], 2, "use 0 to 65535"),
+            (["ui", tmp_path / "none"], 2, "neither the folder of a run nor a config"),
+            (["run", config, "--ui", "--dry-run"], 2, "--ui shows a run of this machine"),
+        ):
+            assert main([*map(str, arguments)]) == code
+            assert reason in "".join(capsys.readouterr()).replace("\n", " ")
 
 
 LONG_RUN = """
