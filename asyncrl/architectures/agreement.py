@@ -94,6 +94,13 @@ def not_repeatable(model: str, gap: float) -> str:
     )
 
 
+def no_small_copy(error: Exception) -> str:
+    return (
+        f"no small copy of it can be made: {error!r}, so nothing shows that the trainer computes texts as transformers does. Use "
+        "another model"
+    )
+
+
 # Errors of a model's code that has no place for asyncrl's attention. Others, such as a lack of memory, keep their own message.
 _CODE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, IndexError, AssertionError, NotImplementedError)
 

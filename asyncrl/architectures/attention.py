@@ -93,6 +93,13 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return backbone
 
 
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the language model, in their order; none if it keeps them under another name."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    layers: Any = getattr(model.base_model, "layers", None) or getattr(decoder, "layers", ())
+    return list(layers)
+
+
 def read_attention(model: PreTrainedModel, path: object) -> list[LayerAttention]:
     """Find each attention module's pattern and store it in the module. Returns the layers' attention, in the order of the calls.
 

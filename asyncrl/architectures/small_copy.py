@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from asyncrl.architectures.auto_class import auto_class
 
 WINDOW = 8  # tokens: the longest attention window of a small copy
 _POSITIONS = 256  # of a small copy; its texts are shorter
@@ -33,6 +35,7 @@ _LAYERS = (
     "encoder_layers",
     "num_decoder_layers",
     "num_encoder_layers",
+    "depth",
 )
 _HEAD_FIELDS = (
     "num_attention_heads",
@@ -50,8 +53,8 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", 
 _SIZES = (
     (
         _HIDDEN,
-        "hidden_size hidden_size_global d_model n_embd emb_dim embedding_size word_embed_proj_dim embedding_dim"
-        " adapter_in_dim adapter_out_dim adapter_input_size",
+        "hidden_size hidden_size_global out_hidden_size text_hidden_size d_model n_embd emb_dim embedding_size embed_dim"
+        " word_embed_proj_dim embedding_dim adapter_in_dim adapter_out_dim adapter_input_size",
     ),
     (
         2 * _HIDDEN,
@@ -123,8 +126,7 @@ def save_small_copy(config: PreTrainedConfig, path: Path) -> None:
     """Write a small copy of the architecture in Hugging Face format, in float32. The same config gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        make: Any = AutoModelForCausalLM.from_config
-        model: PreTrainedModel = make(small_config(config), dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config).from_config(small_config(config), dtype=torch.float32)
         spread_weights(model)
     model.save_pretrained(path)
 
@@ -165,24 +167,29 @@ def _shrink(values: dict[str, Any]) -> None:
             _shrink_rope(value)
         elif isinstance(value, dict) and "model_type" in value:
             _shrink(value)
-        elif name.endswith("_token_id"):
+        elif name.endswith(("_token_id", "_token_index")):
             values[name] = _ids_within(value)
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             values[name] = _small(name, value, heads)
+    values |= _head(original, values)
     for layer in (values.get("per_layer_config") or {}).values():
         _shrink_layer(layer, original, values)
 
 
 def _shrink_layer(layer: dict[str, Any], original: Mapping[str, Any], small: Mapping[str, Any]) -> None:
-    """Shrink the sizes of one layer in the proportion in which those of all layers were shrunk. A head that was as wide as its
-    parts together stays so."""
+    """Shrink the sizes of one layer in the proportion in which those of all layers were shrunk."""
     whole = {**original, **layer}
     for name, value in layer.items():
         if type(value) is int and small.get(name):
             layer[name] = max(1, value * small[name] // original[name])
+    layer |= _head(whole, {**small, **layer})
+
+
+def _head(original: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:
+    """The width of a head that was as wide as its parts together: it stays so."""
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
-    if "head_dim" in whole and whole["head_dim"] == sum(whole.get(part) or 0 for part in parts):
-        layer["head_dim"] = sum({**small, **layer}[part] for part in parts)
+    is_sum = "head_dim" in original and original["head_dim"] == sum(original.get(part) or 0 for part in parts)
+    return {"head_dim": sum(small[part] for part in parts)} if is_sum else {}
 
 
 def _small(name: str, value: int, heads: int) -> int:
@@ -223,6 +230,11 @@ def _shrink_rope(rope: dict[str, Any]) -> None:
     for name in ("short_factor", "long_factor"):
         if isinstance(rope.get(name), list):
             rope[name] = (rope[name] + [1.0] * rotated)[:rotated]
+    if sections := rope.get("mrope_section"):  # how many frequencies time, height and width have
+        shares = [rotated * section // sum(sections) for section in sections]
+        alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)  # equal ones stay so
+        shares[alone] += rotated - sum(shares)
+        rope["mrope_section"] = shares
 
 
 def _ids_within(value: Any) -> Any:

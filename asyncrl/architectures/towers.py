@@ -12,5 +12,6 @@ def drop_towers(model: PreTrainedModel) -> None:
     backbone, decoder = backbone_of(model), model.get_decoder()  # type: ignore[no-untyped-call]
     children = dict(backbone.named_children())
     if any(child is decoder for child in children.values()):
-        for name in [name for name, child in children.items() if child is not decoder]:
+        others = [name for name, child in children.items() if child is not decoder]
+        for name in (*others, *dict(backbone.named_parameters(recurse=False))):
             setattr(backbone, name, None)

@@ -16,11 +16,11 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.architectures.agreement import Agreement
+from asyncrl.architectures.agreement import Agreement, no_small_copy
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
@@ -130,14 +130,16 @@ def check_architecture(task: Task) -> Result:
 def _judge_original(path: str, error: Exception) -> Result:
     """Check that transformers makes a model of this config.json, on a device without memory. error: of the small copy."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from asyncrl.architectures.auto_class import auto_class, is_proven_by_copy
     from asyncrl.model.sharding import load_config
 
-    make: Any = AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):
-            make(load_config(path, "lm"))
+            config = load_config(path, "lm")
+            auto_class(config).from_config(config)
+        if is_proven_by_copy(config):
+            return Result(f"model_path={path!r}: {no_small_copy(error)}")
     except Exception as refusal:  # the architecture's own code
         return Result(f"model_path={path!r}: transformers makes no model of its config.json: {refusal!r}")
     return Result(not_checked=f"no small copy of it can be made: {error!r}"[:300])

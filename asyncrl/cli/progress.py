@@ -27,6 +27,7 @@ from asyncrl.cli.evaluation_table import evaluation_table
 from asyncrl.cli.run_files import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
+from asyncrl.data.auto_classes import auto_class_of
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
 from asyncrl.protocol.status import Wait, WorkerStatus
@@ -508,7 +509,7 @@ def print_summary(run_dir: Path, console: Console) -> None:
     cells = [(label, escape(text)) for label, text in rows]
     console.print(FittedTable("Summary", ["", Column("", "text")], cells, show_header=False))
     final = run_dir / "checkpoints" / "final"
-    model = f"The trained model: AutoModelForCausalLM.from_pretrained('{final}')"
+    model = f"The trained model: {auto_class_of(final)}.from_pretrained('{final}')"
     if (final / ABOUT).is_file():
         model = f"The trained adapter, which peft loads: {final}"
     made = recording_lines(summary, run_dir) if recorded else [model]

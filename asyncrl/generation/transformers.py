@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers import AutoConfig, ContinuousBatchingConfig
 from transformers import GenerationConfig as SamplingDefaults
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
@@ -49,8 +49,10 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from asyncrl.architectures.adapters import Adapters, add_adapters
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
+from asyncrl.architectures.auto_class import auto_class
 from asyncrl.architectures.checkpoint_names import Place, places_of
 from asyncrl.architectures.small_copy import longest_window
+from asyncrl.architectures.towers import drop_towers
 from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.data.routes import Routes
@@ -495,7 +497,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         try:
             check_shards(Path(self._initial_path))
             with self._loading.watched():
-                model: Any = AutoModelForCausalLM.from_pretrained(
+                model: Any = auto_class(AutoConfig.from_pretrained(self._initial_path)).from_pretrained(
                     self._initial_path,
                     use_safetensors=True,
                     dtype=DTYPES[config.dtype],
@@ -510,6 +512,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
                 f"model_path={str(self._initial_path)!r}: this architecture has no replaceable attention in transformers "
                 f"({error!r}), so the embedded engine cannot sample from it. Use another model, or SGLang (allocation=sglang...)"
             ) from error
+        drop_towers(model)
         self._model = model.to(self.weights_device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._states = RequestStates(self._model)
@@ -530,7 +533,10 @@ class TransformersEngine(GenerationEngine[_Pending]):
         self._max_length = min(
             int(getattr(text_config, "max_position_embeddings", None) or 1 << 30), config.page_size * config.num_blocks
         )
-        for eos in (text_config.eos_token_id, getattr(self._model.generation_config, "eos_token_id", None)):
+        for eos in (
+            getattr(text_config, "eos_token_id", None),
+            getattr(self._model.generation_config, "eos_token_id", None),
+        ):
             self._eos_token_ids.update([eos] if isinstance(eos, int) else eos or [])
         try:
             self._manager = self._make_manager(layers if padded else None)

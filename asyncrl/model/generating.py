@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.architectures.adapters import add_adapters
+from asyncrl.architectures.auto_class import auto_class
+from asyncrl.architectures.towers import drop_towers
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.model.engine import TrainEngine
 
@@ -126,8 +127,9 @@ class Sampler:
 def _shape_of(engine: TrainEngine) -> PreTrainedModel:
     """Return a model without weights, with the engine's buffers and the attention that transformers chooses for it."""
     with torch.device("meta"):
-        auto: Any = AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_config(copy.deepcopy(engine.config), dtype=engine.dtype)
+        config = copy.deepcopy(engine.config)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=engine.dtype)
+    drop_towers(model)
     model.eval()  # type: ignore[no-untyped-call]
     if engine.adapters is not None:
         add_adapters(model, engine.adapters.lora, engine.adapters.base)

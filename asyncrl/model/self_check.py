@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.agreement import (
     Agreement,
@@ -34,9 +34,11 @@ from asyncrl.architectures.agreement import (
     architecture_errors,
     bound_of,
     gradient_bound_of,
+    no_small_copy,
     not_repeatable,
     texts_of,
 )
+from asyncrl.architectures.auto_class import auto_class, is_proven_by_copy
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
@@ -260,13 +262,15 @@ def _in_wider_floats(module: nn.Module, query: Tensor, *arguments: Any, **option
 def check_small_copy(config: PreTrainedConfig, *, share_prefix: str = "auto") -> None:
     """Compare the trainer's logprobs of a small copy of the architecture with those of plain transformers, each sequence alone.
 
-    share_prefix: train.share_prefix. Checks nothing if no small copy of the architecture can be made; the check of the loaded model
-    remains. Raises SelfCheckError or ConfigError.
+    share_prefix: train.share_prefix. If no small copy of a causal language model can be made, it checks nothing; the check of the
+    loaded model remains. Raises SelfCheckError or ConfigError.
     """
     with TemporaryDirectory(prefix="asyncrl-self-check-", dir=folder_of_run()) as folder:
         try:
             save_small_copy(config, Path(folder))
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
+            if is_proven_by_copy(config):
+                raise SelfCheckError(no_small_copy(error)) from error
             logger.info("no small copy of %s can be made for the self-check: %r", config.model_type, error)
             return
         check_saved_copy(Path(folder), share_prefix=share_prefix)
@@ -324,11 +328,10 @@ class PlainOutputs:
 def plain_outputs(path: Path, texts: Sequence[Sequence[int]]) -> PlainOutputs:
     """Raises SelfCheckError if the logprob of a token depends on later tokens."""
     found = []
+    load = auto_class(AutoConfig.from_pretrained(path)).from_pretrained
     for implementation in ("eager", "sdpa"):
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation=implementation, use_safetensors=True
-            )
+            model: Any = load(path, dtype=torch.float32, attn_implementation=implementation, use_safetensors=True)
         except ValueError:  # this architecture has no such implementation
             continue
         found.append((model.eval(), [_plain(model, text) for text in texts]))

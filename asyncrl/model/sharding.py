@@ -33,14 +33,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from asyncrl.architectures.adapters import A, Adapters, B, add_adapters
+from asyncrl.architectures.attention import layers_of
+from asyncrl.architectures.auto_class import auto_class
 from asyncrl.architectures.checkpoint_names import Place, adopt_names, places_of
 from asyncrl.architectures.states import modules_with_state
 from asyncrl.architectures.towers import drop_towers
@@ -54,11 +53,6 @@ from asyncrl.model.shards import Box
 
 logger = logging.getLogger(__name__)
 
-AUTO_CLASSES: dict[str, Any] = {
-    "lm": AutoModelForCausalLM,
-    "value": AutoModelForTokenClassification,
-    "reward": AutoModelForSequenceClassification,
-}
 # Least number of elements that FSDP gathers at once. A smaller model is one unit. On a CPU over gloo, 2 layers of hidden size 64
 # took 1.1 times the CPU time of replicas with one all-reduce if they were one unit, and 1.4 times that time with one unit per
 # layer, resharded after forward.
@@ -104,7 +98,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
     try:
         check_shards(Path(path))
         with _LOADING:
-            loaded: Any = AUTO_CLASSES[kind].from_pretrained(
+            loaded: Any = auto_class(config, kind).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -130,7 +124,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
             f"{config.model_type!r} has; copy the weights again, or the config.json that belongs to them"
         )
     embedding, output_layer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if kind == "lm" and _is_tied(config) and output_layer.weight is not embedding.weight:
+    if kind == "lm" and _is_tied(model.config) and output_layer.weight is not embedding.weight:
         raise _not_tied(path)  # transformers keeps two tensors apart whose values differ
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -138,14 +132,14 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
 
 def make_model(kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that load_whole loads, with weights as transformers initialises them."""
-    model: PreTrainedModel = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    model: PreTrainedModel = auto_class(config, kind).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     drop_towers(model)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
 def _is_tied(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _not_tied(path: str | Path) -> ConfigError:
@@ -663,7 +657,7 @@ def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
     Empty if there is only one group."""
     units: list[list[nn.Module]] = [[]]
     elements = 0
-    for layer in getattr(model.base_model, "layers", ()):
+    for layer in layers_of(model):
         units[-1].append(layer)
         elements += sum(parameter.numel() for parameter in layer.parameters())
         if elements >= UNIT_ELEMENTS:

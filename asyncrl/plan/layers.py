@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.attention import layers_of
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model.pipeline import layers_of_stage
 from asyncrl.model.sharding import shard_units
@@ -30,7 +31,7 @@ def sampled_layers(task: ShardTask, model: PreTrainedModel) -> tuple[int, int, i
     FSDP gathers several small layers at once. Then both numbers have whole units more than the real one has beside them.
     """
     grid = ModelPlacement.of(task.model).grid
-    layers = list(getattr(model.base_model, "layers", ()))
+    layers = layers_of(model)
     of_stage = layers_of_stage(len(layers), grid.num_stages, task.stage)
     own, period = len(of_stage), _period([_signature(layer) for layer in layers])
     units = shard_units(model) if grid.uses_fsdp else []

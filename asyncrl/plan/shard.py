@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.attention import layers_of
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.sequence import SequenceSample, is_words, spec_of
@@ -203,7 +204,7 @@ class PlannedEngine(TrainEngine):
         tracker, parameters = world.tracker, list(self.named_parameters().values())
         tracker.reclassify(map(local_tensor, parameters), "parameters")
         tracker.on_reduced = self._name_gradients
-        layers = list(getattr(self.model.base_model, "layers", ()))
+        layers = layers_of(self.model)
         for number, layer in enumerate(layers):
             _mark_moments(layer, tracker.memory, is_first=number == 0, is_last=number == len(layers) - 1)
         for parameter in self.own_parameters().values() if self.trainable else ():

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.auto_class import auto_class
 from asyncrl.model.attention import NAME as ATTENTION
-from asyncrl.model.sharding import AUTO_CLASSES, CHECKPOINT, WeightSource
+from asyncrl.model.sharding import CHECKPOINT, WeightSource
 from asyncrl.plan.devices import Device, device_named
 
 from .sheet import Row
@@ -136,7 +137,7 @@ def random_weights(device: torch.device) -> WeightSource:
 
     def load_whole(path: Any, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         with device:
-            model = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model = auto_class(config, kind).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return model.eval()
 
     return replace(CHECKPOINT, load_whole=load_whole)

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncrl.config.processes import GroupsConfig, ModelConfig
 from asyncrl.config.schema import (
@@ -40,8 +40,10 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.rank_processes import RankProcesses
 from tests.support.training_side import training_side
+from tests.support.vision_models import make_vision_model
 
 EOS = 0
+VISION = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 TRAIN = TrainConfig(
     batch_size=4,
     max_tokens_per_mb=64,
@@ -109,6 +111,17 @@ def test_other_architectures(tmp_path, architecture):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     found = sampled(make_sampler(make_engine(str(tmp_path))), GREEDY)
     assert found == {at: [greedy_one_by_one(plain, prompt)] for at, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_architectures_that_read_images_too(tmp_path, family):
+    """The positions of a text are plain ones, whatever was sampled before and however prompts are padded."""
+    make_vision_model(tmp_path, family, dtype=torch.float32)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    sampler = make_sampler(make_engine(str(tmp_path)))
+    for prompts in (PROMPTS, PROMPTS[::-1]):
+        found = sampled(sampler, GREEDY, prompts=prompts)
+        assert found == {at: [greedy_one_by_one(plain, prompt)] for at, prompt in enumerate(prompts)}
 
 
 def test_the_end_token_is_kept_and_nothing_after_it(model_path):

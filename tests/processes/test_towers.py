@@ -13,26 +13,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from sharded_models import placement, shard, united
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.architectures.agreement import Difference, texts_of
+from asyncrl.architectures.agreement import Difference, SelfCheckError, texts_of
 from asyncrl.cli.architecture_check import Task, check_architecture
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig, OptimizerConfig, TrainConfig
+from asyncrl.data.auto_classes import auto_classes
 from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import commit_model, take_buckets, take_share
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.self_check import _sample_of, compute, load_checked
+from asyncrl.model.self_check import _plain, _sample_of, check_small_copy, compute, load_checked
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.delta import DeltaForm
 from asyncrl.weights.versions import commit_version, side_files, version_dir, write_part, write_version
+from tests.support.family_table import default_config, listed
 from tests.support.rank_processes import RankProcesses
 from tests.support.vision_models import SINGLE, bits_of, is_of_text, make_vision_model
 
 LIMIT_S = 60.0
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "gemma3"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "gemma3", "qwen2_5_vl"]
+READ_IMAGES = sorted(
+    family
+    for family, auto_class in auto_classes().items()
+    if auto_class == "AutoModelForImageTextToText" and listed()[family].is_trained
+)
+QUICK = ("qwen3_vl", "llava_next")  # the latter has a parameter beside its modules
 V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
 SMALL = GenerationConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_running_requests=8)
 
@@ -125,6 +133,75 @@ async def test_towers_are_exported_as_they_are_in_the_checkpoint(family: str, tm
     assert type(loaded).__name__ == architectures[0][0]
 
 
+def by_part(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters that texts reach, and the others."""
+    ids = torch.arange(1, 17)[None]
+    model.eval()(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[:, :-1].gather(
+        2, ids[:, 1:, None]
+    ).sum().backward()
+    parts: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for name, parameter in model.named_parameters():
+        parts[parameter.grad is None][name] = parameter.detach()
+    return parts
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.release) for name in READ_IMAGES]
+)
+def test_what_texts_do_not_reach_is_exported_as_it_is(family: str, tmp_path: Path) -> None:
+    """Under the names that the checkpoint has. The texts have the token that stands for an image."""
+    path, final = tmp_path / "model", tmp_path / "final"
+    source = make_vision_model(path, family)
+    trainer = trainer_of(path)
+    plain = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    texts = [[1, 2, token, 3] for token in (4, *image_tokens(trainer.config))]
+    expected = [_plain(plain.eval(), text) for text in texts]
+    found = compute(trainer, texts)
+    assert found is not None
+    assert Difference.between(found, expected).nats <= 1e-4
+    reached, others = by_part(plain)
+    assert reached
+    assert others
+    train(trainer)
+    share = take_share(trainer)
+    assert share.keys() == source.keys()
+    commit_model(
+        final,
+        write_part(final, share.items(), part=0, fsync=False),
+        config=trainer.config,
+        dtype=trainer.dtype,
+        sides={},
+        fsync=False,
+    )
+    after, info = AutoModelForImageTextToText.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert type(after) is type(plain)
+    now = dict(after.named_parameters())
+    assert [name for name, tensor in others.items() if not torch.equal(now[name], tensor)] == []
+    matrices = [name for name, tensor in reached.items() if tensor.dim() > 1]
+    assert any(not torch.equal(now[name], reached[name]) for name in matrices)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_the_positions_of_a_text_are_plain_in_time_height_and_width(family: str, tmp_path: Path) -> None:
+    """The trainer passes them; transformers makes them of the tokens."""
+    make_vision_model(tmp_path, family)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    positions: list[Tensor] = []
+    (rotary,) = [module for name, module in model.named_modules() if name.endswith("language_model.rotary_emb")]
+    rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: positions.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
+    )
+    for text in ([1, 2, 3], [4, *image_tokens(model.config), 5]):
+        model(input_ids=torch.tensor([text]), use_cache=False)
+        assert positions[-1].tolist() == [[list(range(len(text)))]] * 3
+
+
+def image_tokens(config: PreTrainedConfig) -> list[int]:
+    ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id", "image_token_index"))
+    return [token for token in ids if isinstance(token, int)]
+
+
 def share_after_a_step(rank: int, path: str, grid: str) -> dict[str, Tensor]:
     mesh = ModelMesh.make(placement("actor", grid), "cpu")
     assert mesh is not None
@@ -155,6 +232,15 @@ def test_each_layout_exports_them(ranks: RankProcesses, tmp_path: Path, grid: st
 def test_a_server_that_takes_the_tensors_of_the_folder_takes_the_export(family: str, tmp_path: Path) -> None:
     make_vision_model(tmp_path, family)
     assert not check_architecture(Task(str(tmp_path), True, None, by_folder=True)).problem
+
+
+def test_without_a_small_copy_a_model_that_reads_images_is_refused(tmp_path: Path) -> None:
+    """A causal language model is then checked as it is loaded."""
+    config = default_config("step3p7")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SelfCheckError, match="no small copy of it can be made"):
+        check_small_copy(config)
+    assert "no small copy of it can be made" in check_architecture(Task(str(tmp_path), True, None)).problem
 
 
 def test_weights_in_another_format_are_refused_if_a_tower_would_be_lost(tmp_path: Path) -> None:

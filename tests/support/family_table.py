@@ -1,4 +1,4 @@
-"""The table of families: what the self-check says of each causal language model of transformers.
+"""The table of families: what the self-check says of each language model of transformers.
 
 `python -m tests.support.family_table --write` makes a small copy of each architecture, runs trainer and embedded engine on it as
 `asyncrl-launch check` does, and writes the table to docs/families.md. With names of families it judges these only;
@@ -23,6 +23,7 @@ from asyncrl.architectures.agreement import Agreement
 from asyncrl.architectures.small_copy import small_config
 from asyncrl.cli.architecture_check import Task, check_architecture
 from asyncrl.config.schema import ConfigError, GenerationConfig
+from asyncrl.data.auto_classes import auto_classes
 from asyncrl.model.export import exported_specs
 from asyncrl.model.sharding import Skeleton
 
@@ -72,6 +73,12 @@ _MODELS: Mapping[str, str] = {
     "qwen3_next": "Qwen3-Next",
 }
 
+
+def _mrope(*sections: int, **others: Any) -> Mapping[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections), **others}
+    return {"text_config": {"rope_parameters": rope}}
+
+
 # Fields of the published models of a family, where the default config of transformers makes no model.
 _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
@@ -80,6 +87,28 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
         }
     },
+    "ernie4_5_vl_moe": _mrope(22, 22, 20),
+    "glm46v": _mrope(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v": _mrope(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v_moe": _mrope(8, 12, 12, partial_rotary_factor=0.5),
+    "glm_ocr": _mrope(16, 24, 24),
+    "glmga": _mrope(8, 12, 12, partial_rotary_factor=0.5),
+    "paddleocr_vl": _mrope(16, 24, 24),
+    "qwen2_5_omni_thinker": _mrope(16, 24, 24),
+    "qwen2_5_vl": _mrope(16, 24, 24),
+    "qwen2_vl": _mrope(16, 24, 24),
+    "qwen3_omni_moe_thinker": _mrope(24, 20, 20, mrope_interleaved=True),
+    "qwen3_vl": _mrope(24, 20, 20, mrope_interleaved=True),
+    "qwen3_vl_moe": _mrope(24, 20, 20, mrope_interleaved=True),
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            }
+        }
+    },
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "dots1": {
         "n_routed_experts": 128,
@@ -117,10 +146,9 @@ class Verdict:
 
 
 def families() -> list[str]:
-    """Model types of all causal language models of the installed transformers, in alphabetical order."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Model types of all language models of the installed transformers, in alphabetical order: causal ones, and those that read
+    images beside text."""
+    return sorted(auto_classes())
 
 
 def default_config(family: str) -> transformers.PreTrainedConfig:
@@ -175,6 +203,16 @@ _REASONS = (
     ),
     (r"does not support (\w+), which", "its attention has a term that asyncrl does not compute"),
     (r"plain transformers by", "asyncrl's attention does not compute what it defines"),
+    (
+        r"no small copy.*(pixel_values|image_embeds|flattened_patches|encoder_outputs|inputs_embeds|Bbox|'state')",
+        "it computes no text by itself",
+    ),
+    (
+        r"requires the (\w+) library|No module named",
+        "transformers needs a package for its towers that asyncrl does not install",
+    ),
+    (r"no small copy of it can be made", "asyncrl makes no small copy of it"),
+    (r"its weights lack", "transformers does not load what it saves"),
     (r"makes no model of its config.json", "transformers makes no model of its default config"),
     (r"Multiple valid text configs", "its config has two language models"),
     (r"says that the output layer is the embedding", "its config ties an output layer that the model does not tie"),

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.architectures.small_copy import small_config
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.family_table import default_config
 
 SINGLE = "model.safetensors"
 
@@ -20,7 +20,7 @@ SINGLE = "model.safetensors"
 def make_vision_model(path: Path, family: str, *, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Write a checkpoint and a tokenizer. Its head that predicts several tokens (mtp) belongs to no class of transformers, as that
     of Qwen3.5. Returns the tensors of the checkpoint."""
-    config: Any = small_config(CONFIG_MAPPING[family]())
+    config: Any = small_config(default_config(family))
     tokenizer = make_char_tokenizer(path)
     config.get_text_config().eos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.get_text_config().bos_token_id = config.bos_token_id = None
@@ -39,8 +39,8 @@ def make_vision_model(path: Path, family: str, *, dtype: torch.dtype = torch.bfl
 
 
 def is_of_text(name: str) -> bool:
-    """Whether a tensor of such a checkpoint is of the language model."""
-    return "language_model" in name or name == "lm_head.weight"
+    """Whether a tensor of a checkpoint of Gemma or Qwen is of the language model."""
+    return not any(part.startswith(("visual", "vision", "multi_modal", "mtp")) for part in name.split("."))
 
 
 def bits_of(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:

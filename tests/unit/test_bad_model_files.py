@@ -221,9 +221,9 @@ def test_a_hub_name_is_refused(check):
         (lambda m: (m / "config.json").write_text("[1]"), r"config\.json is not a JSON object; copy the model again"),
         (
             lambda m: edit(m, "config.json", model_type="nosuch"),
-            r"model_type='nosuch', which is not a causal .*; upgrade",
+            r"model_type='nosuch', which is no language model .*; upgrade",
         ),
-        (lambda m: edit(m, "config.json", model_type=None), r"model_type=None, which is not a causal language model"),
+        (lambda m: edit(m, "config.json", model_type=None), r"model_type=None, which is no language model"),
         (lambda m: (m / "model.safetensors").unlink(), r"there are no weights, neither model\.safetensors nor"),
         (
             lambda m: cut(m / "model.safetensors"),
@@ -289,13 +289,13 @@ def test_an_added_token_beyond_the_vocabulary_is_accepted_unless_it_is_eos(check
 
 
 def test_the_table_of_architectures_comes_from_transformers():
-    known = model_files.causal_architectures()
-    assert {"qwen2", "qwen3", "llama", "mistral", "gemma3_text"} <= known
+    known = model_files.auto_classes()
+    assert {"qwen2", "qwen3", "llama", "mistral", "gemma3_text", "qwen3_vl"} <= known.keys()
     assert "vit" not in known
 
 
 def test_without_the_table_every_architecture_is_accepted(check, model, monkeypatch):
-    monkeypatch.setattr(model_files, "causal_architectures", set)
+    monkeypatch.setattr(model_files, "auto_classes", dict)
     edit(model, "config.json", model_type="newer than this")
     assert check() == 64
 

@@ -6,7 +6,6 @@ that the architecture needs and the files lack; the trainer reports those when i
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.limits import rule_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.data.auto_classes import auto_class_of, auto_classes
 from asyncrl.data.model_folder import (
     INDEX,
     SINGLE,
@@ -34,8 +34,7 @@ _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|t
 _SHOWN_CHARS = 40
 _MAX_TOKENIZER_BYTES = 500_000_000
 # How the names of these parts begin: towers, projections of their outputs, heads that predict several tokens
-_BESIDE_TEXT = ("audio", "mtp", "multi_modal_projector", "vision", "visual")
-_CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
+_BESIDE_TEXT = ("audio", "connector", "mtp", "multi_modal_projector", "vision", "visual")
 
 
 def bytes_of_models(config: ExperimentConfig) -> int:
@@ -63,26 +62,12 @@ def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dic
 
 
 def _check_architecture(where: str, model_type: object) -> None:
-    known = causal_architectures()
+    known = auto_classes()
     if known and model_type not in known:
         raise ConfigError(
-            f"{where}: config.json has model_type={model_type!r}, which is not a causal language model of the "
+            f"{where}: config.json has model_type={model_type!r}, which is no language model of the "
             f"installed transformers; upgrade transformers, or use another model, such as qwen3 or llama"
         )
-
-
-def causal_architectures() -> set[str]:
-    """Return the model types that AutoModelForCausalLM loads; an empty set if they are unknown. Parses the source of transformers'
-    table, because an import takes seconds."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return set()
-    try:
-        source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    table = _CAUSAL_MAPPING.search(source)
-    return set(re.findall(r'\("([\w.-]+)",', table[0])) if table else set()
 
 
 def count_parameters(model_path: str, *, field: str = "model_path") -> int:
@@ -99,7 +84,7 @@ def count_parameters(model_path: str, *, field: str = "model_path") -> int:
     elif any((folder / name).is_file() for name in _OLD_FORMATS):
         raise ConfigError(
             f"{where}: its weights are in a pickle ({_OLD_FORMATS[0]}), and loading a pickle runs code from it; if you trust it, "
-            "convert it once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), which writes safetensors"
+            f"convert it once with {auto_class_of(folder)}.from_pretrained(...).save_pretrained(...), which writes safetensors"
         )
     else:
         raise ConfigError(
