@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.scenario import Fault, Scenario, scenario_of
 
@@ -58,9 +58,11 @@ class Explained:
     log: tuple[str, ...] = ()
 
 
-def campaign(first: int, count: int, *, jobs: int, bug: str = "", faults: bool = True) -> Iterator[Progress]:
+def campaign(
+    first: int, count: int, *, jobs: int, bug: str = "", faults: bool = True, **changes: Any
+) -> Iterator[Progress]:
     """Simulate `count` seeds from `first` on. After a failure no further seeds are submitted, but submitted ones still run. The
-    last Progress has the failing seed with the lowest number among those that ran, if any."""
+    last Progress has the failing seed with the lowest number among those that ran, if any. changes: of each seed's scenario."""
     began = time.monotonic()
     num_seeds = num_steps = 0
     virtual_s = 0.0
@@ -70,7 +72,7 @@ def campaign(first: int, count: int, *, jobs: int, bug: str = "", faults: bool =
         pending: set[Future[list[Result]]] = set()
         while True:
             while failed is None and len(pending) < 2 * jobs and (seeds := next(chunks, None)) is not None:
-                pending.add(pool.submit(_simulate_seeds, seeds, bug, faults))
+                pending.add(pool.submit(_simulate_seeds, seeds, bug, faults, changes))
             if not pending:
                 return
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -115,7 +117,7 @@ def _interpreters(jobs: int) -> Iterator[ProcessPoolExecutor]:
 # -------------------------------------------------------------------------------------------------- in those interpreters
 
 
-def _simulate_seeds(seeds: range, bug: str, faults: bool) -> list[Result]:
+def _simulate_seeds(seeds: range, bug: str, faults: bool, changes: dict[str, Any]) -> list[Result]:
     from tests.simulation import seams
     from tests.simulation.bugs import BUGS
     from tests.simulation.run import simulate
@@ -123,7 +125,7 @@ def _simulate_seeds(seeds: range, bug: str, faults: bool) -> list[Result]:
     results = []
     with seams.installed(BUGS[bug] if bug else ()):
         for seed in seeds:
-            outcome = simulate(scenario_of(seed, faults=faults))
+            outcome = simulate(scenario_of(seed, faults=faults, **changes))
             number = len(outcome.scenario.faults)
             results.append(Result(seed, outcome.violation, outcome.num_steps, outcome.virtual_s, number))
             if outcome.violation:

@@ -235,6 +235,7 @@ class SimEngines(Engines):
             load_s=scenario.load_s,
             verify=verify_version,
             asleep=self._config.shares_devices,
+            num_versions=self._config.num_versions,
         )
 
     def start_wait(self) -> tuple[str, str]:

@@ -108,8 +108,13 @@ class PacedEngine(GenerationEngine[_Paced]):
         on_tokens: Callable[[int, str], None] | None = None,
         verify: Callable[[Path, WeightVersion], object] = verify_version,
         clock: Clock = SYSTEM_CLOCK,
+        num_versions: int = 1,
     ) -> None:
-        super().__init__(EngineArguments("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, clock=clock))
+        super().__init__(
+            EngineArguments(
+                "", config, eos_token_ids=(EOS,), on_tokens=on_tokens, clock=clock, num_versions=num_versions
+            )
+        )
         self._tail, self._load_s, self._verify = tail, load_s, verify
         self.tokens_per_s = tokens_per_s  # may be changed while the engine is paused
         self._keys = itertools.count()
@@ -179,7 +184,7 @@ class PacedEngine(GenerationEngine[_Paced]):
     def _answer(self, pending: _Paced, finish: FinishReason) -> None:
         """Answer with the tokens so far."""
         self._forget(pending)
-        pending.close_span(self._version, pending.done)
+        pending.close_span(pending.version, pending.done)
         if pending.done == pending.total:
             finish = pending.ends
         if pending.done:
@@ -231,10 +236,14 @@ class PacedEngine(GenerationEngine[_Paced]):
             except (WeightsError, OSError) as error:
                 raise WeightsRefused(str(error), classify(error)) from error
             await asyncio.sleep(self._load_s)
-            for pending in self._running.values():
-                pending.close_span(self._version, pending.done)
+            for pending in () if self.keeps_versions else self._running.values():
+                pending.close_span(pending.version, pending.done)
+                pending.version = version
             self._path = str(path)
         return num_aborted
+
+    async def _unload(self, version: WeightVersion) -> None:
+        """It holds no weights."""
 
     async def score(self, input_ids: list[int], version: WeightVersion | None = None) -> list[float]:
         return [0.0, *[_LOGPROB] * (len(input_ids) - 1)]
@@ -254,7 +263,7 @@ class PacedEngine(GenerationEngine[_Paced]):
             pending.num_told += new
             self._num["tokens"] += new
             if self._on_tokens is not None:
-                self._on_tokens(new, str(self._version))
+                self._on_tokens(new, str(pending.version))
 
     def _used_tokens(self) -> int:
         return sum(len(pending.request.input_ids) + self._num_tokens(pending) for pending in self._running.values())

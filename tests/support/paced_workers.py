@@ -68,6 +68,7 @@ class PacedServer(Worker):
             load_s=pace.load_s,
             on_tokens=self._journal.add,
             clock=self.system.clock,
+            num_versions=config.num_versions,
         )
         self._http = GenerationHTTP(
             self._engine,

@@ -36,6 +36,15 @@ def test_seeds_have_no_violation_and_enough_steps():
     assert done.num_steps >= NUM_STEPS * SEEDS
 
 
+@pytest.mark.release
+@pytest.mark.timeout(600)
+def test_seeds_in_which_requests_finish_under_their_version_have_no_violation():
+    """The asynchronous rule holds although servers sample with versions older than the one that they serve."""
+    done = run(0, 40, interrupt="finish", shares_devices=False, full_every=1, generates=False)
+    assert done.failed is None, f"seed {done.failed.seed}: {done.failed.violation}"
+    assert done.num_steps >= NUM_STEPS * 40
+
+
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_a_seed_that_failed_once_has_no_violation(seed):
     assert run(seed, 1).failed is None
