@@ -84,6 +84,11 @@ class ParallelGrid:
         """The axes that number the ranks, with their sizes: all but those inside others."""
         return tuple(entry for entry in zip(self.axes, self.sizes, strict=True) if not entry[0].inside)
 
+    @property
+    def inside(self) -> tuple[tuple[Axis, int], ...]:
+        """The other axes, with their sizes."""
+        return tuple(entry for entry in zip(self.axes, self.sizes, strict=True) if entry[0].inside)
+
     def parts(self, what: str) -> int:
         """The number of parts into which samples, layers, matrices, rows of tokens or experts are split."""
         return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.splits == what)
@@ -170,8 +175,8 @@ class ParallelGrid:
             raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
         axes = tuple(axis for axis in axes if not axis.optional or given.get(axis.letter, 1) > 1)
         grid = cls(tuple(given.get(axis.letter, 1) for axis in axes), axes=axes)
-        for axis, size in zip(grid.axes, grid.sizes, strict=True):
-            if axis.inside and grid.num_shards % size:
+        for axis, size in grid.inside:
+            if grid.num_shards % size:
                 fitting = ", ".join(f"{axis.letter}{part}" for part in _divisors(grid.num_shards))
                 raise ValueError(
                     f"{text!r}: {axis.letter}{size} are successive ranks among the {grid.num_shards} that share out a copy of "

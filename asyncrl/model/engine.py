@@ -289,9 +289,7 @@ class TrainEngine:
             cut_to_stage(skeleton.model, mesh, model.path)
         by_fsdp = grid.uses_fsdp  # FSDP casts by itself
         if grid.parts(EXPERTS) > 1:
-            if not weights.has_values:
-                raise ConfigError(f"{grid}: a plan does not count tokens that travel yet; leave e out")
-            split_experts(skeleton.model, mesh, self._compute_dtype)
+            split_experts(skeleton.model, mesh, self._compute_dtype, self._values_of)
         stage = Stage(
             skeleton.model,
             model.kind,

@@ -9,10 +9,12 @@ Shapes: T tokens of this rank, K experts of a token, N tokens that this rank's e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,14 +49,18 @@ def check_experts(model: nn.Module, mesh: ModelMesh, path: str) -> None:
             )
 
 
-def split_experts(model: nn.Module, mesh: ModelMesh, dtype: torch.dtype | None) -> None:
+# (tensor, planned) -> the tensor's values; those planned if it has none (TrainEngine._values_of)
+ValuesOf = Callable[[Tensor, npt.NDArray[Any]], npt.NDArray[Any]]
+
+
+def split_experts(model: nn.Module, mesh: ModelMesh, dtype: torch.dtype | None, values_of: ValuesOf) -> None:
     """Split the experts of a stage without values, and apply FSDP to them. dtype: of the computation; None: that of the
-    parameters."""
+    parameters. A plan takes all experts to have equally many tokens."""
     between, peers = mesh.submesh_of_parts(EXPERTS)
     for module in filter(is_experts, model.modules()):
         for key, parameter in list(module.named_parameters()):
             setattr(module, key, _part_of(parameter, between, mesh.parts[EXPERTS]))
-        module.forward = partial(_forward, module, mesh.group_that_splits(EXPERTS))
+        module.forward = partial(_forward, module, mesh.group_that_splits(EXPERTS), values_of)
         # Scores keep their dtype: some routers have them in float32
         apply_data_parallel(module, peers, dtype, casts_inputs=False)
 
@@ -79,21 +85,29 @@ class _Own:
 
 
 def _forward(
-    module: nn.Module, group: dist.ProcessGroup, hidden_TH: Tensor, experts_TK: Tensor, scores_TK: Tensor
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    values_of: ValuesOf,
+    hidden_TH: Tensor,
+    experts_TK: Tensor,
+    scores_TK: Tensor,
 ) -> Tensor:
     """The experts' sum for each of this rank's tokens: [T, H]. Collective over the ranks that share out the experts."""
     size, num_each, top_k = group.size(), int(module.num_experts) // group.size(), experts_TK.shape[1]  # type: ignore[arg-type]
     chosen = experts_TK.reshape(-1)
     order = chosen.argsort(stable=True)
-    sent = chosen.bincount(minlength=size * num_each).view(size, num_each)
+    sent = chosen.new_zeros(size * num_each).index_add(0, chosen, torch.ones_like(chosen)).view(size, num_each)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+    even = (len(chosen) + size - 1 - np.arange(size)) // size
+    planned = np.stack([even, np.full(size, even[dist.get_rank(group)])])
+    there, here = values_of(torch.stack([sent.sum(1), received.sum(1)]), planned).tolist()
     rows_NH = _Exchange.apply(hidden_TH[order // top_k], here, there, group)  # type: ignore[no-untyped-call]
     own: Any = _Own(module, num_each, rows_NH.dtype)
     if sum(here):
         # The rows of each rank are in the order of the experts
-        expert_N = torch.arange(num_each, device=order.device).repeat(size).repeat_interleave(received.reshape(-1))
+        expert_N = torch.arange(num_each, device=order.device).repeat(size)
+        expert_N = expert_N.repeat_interleave(received.reshape(-1), output_size=sum(here))
         rows_NH = grouped_mm_experts_forward(own, rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1))
     else:  # FSDP sums gradients over the ranks with these experts, so this one has some, too
         rows_NH = rows_NH + sum(getattr(own, name).sum() for name, _ in module.named_parameters()) * 0.0

@@ -51,11 +51,6 @@ class ModelMesh:
         workers = torch.tensor(placement.workers).reshape([math.prod(sizes[axis] for axis in dim) for dim in dims])
         device_mesh = DeviceMesh(device_type, workers, mesh_dim_names=tuple(map("_".join, dims)))
         inner_mesh = device_mesh
-        for axis, size in zip(placement.grid.axes, placement.grid.sizes, strict=True):
-            if axis.inside:
-                sharding = "_".join(placement.grid.sharding)
-                parts = placement.grid.num_shards // size, size
-                inner_mesh = device_mesh._unflatten(sharding, parts, (PEERS, axis.name))
         groups: dict[frozenset[str], dist.ProcessGroup] = {}
         wanted = [frozenset(topology.axes), *(frozenset(placement.grid.summed(what)) for what in SUMS)]
         wanted += [frozenset({name}) for name in topology.axes]
@@ -64,12 +59,23 @@ class ModelMesh:
                 group = dist.new_group(list(ranks))
                 if rank in ranks:
                     groups[names] = group
+        for axis, size in placement.grid.inside:
+            sharding = placement.grid.sharding
+            sizes_of_dims = placement.grid.num_shards // size, size
+            inner_mesh = device_mesh._unflatten("_".join(sharding), sizes_of_dims, (PEERS, axis.name))
+            # A group of its own, also where FSDP's has the same ranks: exchanges then do not queue behind its gathers
+            sharers = placement.groups(*sharding)
+            for ranks in (group[at : at + size] for group in sharers for at in range(0, len(group), size)):
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    groups[frozenset({axis.name})] = group
         if rank not in placement.workers:
             return None
-        for mesh in (device_mesh, inner_mesh):
-            groups |= {frozenset(name.split("_")): mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        groups |= {frozenset(dim): device_mesh.get_group("_".join(dim)) for dim in dims}
         own = {axis.splits: placement.part_of(rank, axis.splits) for axis, _ in placement.grid.ranked}
-        own |= {axis.splits: inner_mesh.get_local_rank(axis.name) for axis in placement.grid.axes if axis.inside}
+        for axis, _ in placement.grid.inside:
+            groups[frozenset({PEERS})] = inner_mesh.get_group(PEERS)
+            own[axis.splits] = inner_mesh.get_local_rank(axis.name)
         return cls(placement, device_mesh, inner_mesh, rank, own, groups)
 
     def group(self, *names: str) -> dist.ProcessGroup:

@@ -59,6 +59,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("mistral", "p2", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d1", "actor", True, pytest.mark.release),
             ("qwen3_moe", "d2", "actor", True, pytest.mark.release),
+            ("qwen3_moe", "d2e2", "actor", True, ()),
+            ("qwen3_moe", "d4e2", "actor", False, pytest.mark.release),
+            ("qwen3_moe", "d2c2e2", "critic", True, pytest.mark.release),
+            ("qwen3_moe", "d2r2e2", "actor", True, pytest.mark.release),
+            ("qwen3_moe", "d2p2e2", "actor", True, pytest.mark.release),
+            ("qwen3_moe", "c2", "actor", True, pytest.mark.release),
         )
     ],
 )

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
-from asyncrl.dataflow.axes import LAYERS, ParallelGrid
+from asyncrl.dataflow.axes import EXPERTS, LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
@@ -147,6 +147,8 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
     if mesh is not None:
         labels = {str(group.group_name): mesh.label(names) for names, group in mesh.groups.items()}
     engine = TrainEngine(task.model, task.train, mesh=mesh)
+    if placement.grid.parts(EXPERTS) > 1:
+        _spread_tokens(engine.model)
     gc.collect()
     at_start = _bytes_of_storages(engine)
     traffic: dict[str, dict[str, Collective]] = {}
@@ -170,6 +172,21 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
         mfc.name: (max(peaks[f"{_SPAN}{number}:{mfc.name}"] for number in range(1, rounds + 1)), traffic[mfc.name])
         for mfc in task.mfcs
     }
+
+
+def _spread_tokens(model: Any) -> None:
+    """Let routers choose the experts in turn, as a plan assumes: each has equally many tokens."""
+    from asyncrl.architectures.routes import routers_of, scores_of
+
+    def in_turn(router: Any, _: object, output: Any) -> Any:
+        logits, scores, chosen = output
+        import torch
+
+        experts = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape) % logits.shape[-1]
+        return logits, scores_of(router, logits, experts).to(scores.dtype), experts
+
+    for router in routers_of(model, "")[1]:
+        router.register_forward_hook(in_turn)
 
 
 def _bytes_of_storages(engine: Any) -> int:

@@ -158,7 +158,8 @@ def test_neighbours_among_the_ranks_of_a_copy_share_out_the_experts(
     between, copies = mesh.submesh_of_parts(EXPERTS)
     found = dist.get_process_group_ranks(mesh.group_that_splits(EXPERTS))
     assert tuple(rank - 1 for rank in found) in experts
-    assert between.get_group() is mesh.group_that_splits(EXPERTS)
+    assert between.mesh.tolist() == found
+    assert mesh.group_that_splits(EXPERTS) is not mesh.group(*grid.sharding)
     assert mesh.parts[EXPERTS] == found.index(fake_world)
     assert tuple(rank - 1 for rank in copies.mesh.flatten().tolist()) in same
     assert copies.ndim == 1 + (grid.num_copies > 1)
