@@ -31,6 +31,8 @@ PARTIALS = "partials"  # products with a part of a matrix, and gradients of what
 NORMS = "norms"  # the squares of the gradient's norm
 SUMS = (LOSSES, GRADIENTS, PARTIALS, NORMS)
 
+PEERS = "peers"  # the group of the ranks of a copy of the weights that have the same part of what an axis inside others splits
+
 _CPU = re.compile(r"cpu([1-9]\d*)")
 
 

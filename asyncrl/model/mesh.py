@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.dataflow.axes import EXPERTS, LAYERS, SUMS, TOKENS
+from asyncrl.dataflow.axes import EXPERTS, LAYERS, PEERS, SUMS, TOKENS
 from asyncrl.dataflow.topology import ModelPlacement
-
-PEERS = "peers"  # the ranks of a copy of the weights with the same part of what an axis inside others splits
 
 
 @dataclass(frozen=True)

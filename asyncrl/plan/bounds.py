@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.axes import PEERS, ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.plan.batches import load_of, prompt_tokens, sequence_tokens, shared_tokens
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
@@ -193,11 +193,17 @@ def receive_time(name: str, calls: Collective, placed: Placed, device: Device) -
 
 def _size_of(group: str, grid: ParallelGrid) -> tuple[int, int]:
     """The number of ranks of a group, and of successive ranks between two of them. Ranks are numbered by the axes' orders."""
-    axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: -entry[0].order)
-    names = {axis.name for axis, _ in axes} if group == "model" else set(group.split("_"))
+    sizes = {axis.name: size for axis, size in sorted(grid.ranked, key=lambda entry: -entry[0].order)}
+    names = {*sizes} if group == "model" else set(group.split("_"))
+    for axis, size in grid.inside:
+        if names & {axis.name, PEERS}:  # in place of the axes that it is inside of
+            there = {axis.name: size, PEERS: grid.num_shards // size}
+            sizes = dict(
+                entry for one in sizes.items() for entry in (there.items() if one[0] in grid.sharding else [one])
+            )
     members = within = 1
-    for axis, size in axes:
-        if axis.name in names:
+    for name, size in sizes.items():
+        if name in names:
             members *= size
         elif members == 1:
             within *= size

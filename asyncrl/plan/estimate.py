@@ -10,7 +10,7 @@ from collections import Counter
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import KEEP_ATTENTION, ExperimentConfig
-from asyncrl.dataflow.axes import LAYERS, MATRICES, TOKENS, ParallelGrid
+from asyncrl.dataflow.axes import EXPERTS, LAYERS, MATRICES, PEERS, TOKENS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
@@ -93,12 +93,19 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     whole = (shape.parameters + shape.state_parameters * (split - 1)) // (grid.num_stages * split)
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
     of_gradients = _FLOAT * whole * load.minibatches
+    # With e the experts of a rank are gathered from fewer ranks than all other weights
+    experts, sparse = grid.parts(EXPERTS), math.ceil(shape.sparse_layers / grid.num_stages)
+    of_experts = sparse * shape.layer_experts if experts > 1 else 0
     passes = 3 if train.gradient_checkpointing and trains else 2 if trains else 1  # through each layer
     if grid.num_shards > 1:
         calls, gathers = micro_batches * layers, 2 if trains else 1
-        moved = {"all_gather": Collective(gathers * calls, gathers * micro_batches * whole * value)}
-        scattered = {"reduce_scatter": Collective(calls, micro_batches * whole * _FLOAT)} if trains else {}
-        traffic["_".join(grid.sharding)] = moved | scattered
+        for name, number, gathered in (
+            ("_".join(grid.sharding), calls, whole - of_experts),
+            (PEERS, micro_batches * sparse, of_experts // experts if grid.num_shards > experts else 0),
+        ):
+            moved = {"all_gather": Collective(gathers * number, gathers * micro_batches * gathered * value)}
+            scattered = {"reduce_scatter": Collective(number, micro_batches * gathered * _FLOAT)} if trains else {}
+            traffic |= {name: moved | scattered} if gathered else {}
     for axis, size in zip(grid.axes, grid.sizes, strict=True):
         if size == 1:
             continue
@@ -109,6 +116,10 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
             heads = 2 * (shape.heads + max(shape.kv_heads, size * split)) // split  # queries, outputs, keys and values
             of_token = heads * shape.head_dim * value
             exchanged = Collective(2 * passes * layers * micro_batches, passes * layers * row_tokens * of_token)
+            traffic[axis.name] = {"all_to_all": exchanged}
+        elif axis.splits == EXPERTS:  # to the experts of each token, and back
+            of_token = 2 * shape.experts_per_token * shape.hidden * value
+            exchanged = Collective(2 * passes * sparse * micro_batches, passes * sparse * row_tokens * of_token)
             traffic[axis.name] = {"all_to_all": exchanged}
         elif axis.splits == MATRICES:
             rows = Collective(
@@ -134,11 +145,12 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     of_layers = layers * of_layer + layers * shape.state_layers // shape.num_layers * of_state
     kept = (layers * entries if train.gradient_checkpointing else of_layers) * grid.num_stages
     logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split
+    of_largest = shape.layer_parameters - shape.layer_experts * (experts - 1) // experts
     unsharded = grid.uses_fsdp and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {
         "activations": kept * trains + of_layer + of_state,
         "logits": _LOGIT_BYTES * min(logits, _BLOCK_LOGITS),
-        "gathered": 2 * value * (shape.layer_parameters + shape.vocab * shape.hidden) // split * grid.uses_fsdp,
+        "gathered": 2 * value * (of_largest + shape.vocab * shape.hidden) // split * grid.uses_fsdp,
         "other": _FLOAT * whole * (trains and unsharded),
     }
     return ModelStep(

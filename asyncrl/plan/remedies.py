@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, SAMPLES
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, TOKENS
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.topology import DeviceSet, allocation_of
 from asyncrl.launch.checks.model_files import read_config
@@ -26,8 +26,13 @@ Change = tuple[str, Any]  # field and value
 
 MOST_PLANS = 6  # a plan of a large model takes a minute of a core for each distinct rank
 _MOST_REMEDIES = 2
-# Factors of the numbers of data and tensor ranks: first those with as many GPUs
-_SCALES = ((1 / 2, 2), (1 / 4, 4), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (4, 2), (16, 1), (8, 2), (32, 1), (64, 1))
+# Factors of the numbers of data, tensor and context ranks: first those with as many GPUs. Context ranks receive less than tensor
+# ranks, which also share out what is gathered
+_SCALES = (
+    *((1 / 2, 1, 2), (1 / 2, 2, 1), (1 / 4, 1, 4), (1 / 4, 4, 1), (1 / 8, 1, 8)),
+    *((2, 1, 1), (1, 1, 2), (1, 2, 1), (4, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 1), (4, 2, 1), (16, 1, 1), (8, 2, 1)),
+    *((32, 1, 1), (64, 1, 1)),
+)
 _SMALLEST_CHUNK = 128  # of train.logprob_chunk_tokens
 _SERVER, _RANK = "generation_server/", "model_worker/"
 
@@ -162,8 +167,8 @@ def _waiting_roles(config: ExperimentConfig, rank: RankPlan) -> list[str]:
 
 
 def _layouts(config: ExperimentConfig, rank: RankPlan, static: int, rest: int, room: int) -> Iterator[Change]:
-    """Yield allocations in which the rank's set of workers has other grids: first tensor ranks in place of data ranks, then more
-    ranks. Those that cannot fit are left out: all ranks divide the static bytes, tensor ranks divide the rest.
+    """Yield allocations in which the rank's set of workers has other grids: first context and tensor ranks in place of data ranks,
+    then more ranks. Those that cannot fit are left out: all ranks divide the static bytes, context and tensor ranks the rest.
     """
     allocation = allocation_of(config)
     if allocation.generation_devices is not None:  # the numbers of devices are the user's
@@ -171,12 +176,13 @@ def _layouts(config: ExperimentConfig, rank: RankPlan, static: int, rest: int, r
     model = read_config(config.model_path, "give a folder in Hugging Face format")
     sizes = [devices.size for devices in allocation.training]
     at = next(place for place in range(len(sizes)) if rank.worker < sum(sizes[: place + 1]))
-    for data, tensor in _SCALES:
-        if static / (data * tensor) + rest / tensor > room:
+    for data, tensor, context in _SCALES:
+        if static / (data * tensor * context) + rest / (tensor * context) > room:
             continue
         grids = []
         for name, grid in allocation.training[at].grids:
-            scaled = grid.with_parts({SAMPLES: int(grid.num_replicas * data), MATRICES: grid.parts(MATRICES) * tensor})
+            parts = {MATRICES: grid.parts(MATRICES) * tensor, TOKENS: grid.parts(TOKENS) * context}
+            scaled = grid.with_parts({SAMPLES: int(grid.num_replicas * data), **parts})
             if scaled.num_replicas != grid.num_replicas * data or problem_of_grid(scaled, model):
                 break
             grids.append((name, scaled))

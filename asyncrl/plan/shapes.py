@@ -170,6 +170,15 @@ class ModelShape:
         return mixer + self.norms * self.hidden + self._mlp(self.experts)
 
     @property
+    def layer_experts(self) -> int:
+        """The parameters of the experts of a layer that has some."""
+        return self._mlp(self.experts) - self._mlp(0) if self.experts > 1 else 0
+
+    @property
+    def sparse_layers(self) -> int:
+        return self.num_layers - self.dense_layers if self.experts > 1 else 0
+
+    @property
     def largest_tensor(self) -> int:
         """The parameters of the largest tensor of a checkpoint. The projections of a layer with a state count as one."""
         rows = self.hidden * max(self.vocab, self.mlp_width, self.dense_width, self.heads * self.head_dim + self.gate)

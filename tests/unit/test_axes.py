@@ -21,6 +21,7 @@ from asyncrl.dataflow.axes import (
     MATRICES,
     NORMS,
     PARTIALS,
+    PEERS,
     SAMPLES,
     TABLE,
     TOKENS,
@@ -28,7 +29,7 @@ from asyncrl.dataflow.axes import (
     ParallelGrid,
 )
 from asyncrl.dataflow.topology import ModelPlacement, training_topology
-from asyncrl.model.mesh import PEERS, ModelMesh
+from asyncrl.model.mesh import ModelMesh
 from tests.support.decisions import PACKAGE
 
 WITH_SLICE = (*AXES, SLICE)

@@ -16,7 +16,7 @@ from asyncrl.cli.commands.run import refuse_too_large
 from asyncrl.cli.main import main
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
-from asyncrl.dataflow.axes import MATRICES, ParallelGrid
+from asyncrl.dataflow.axes import MATRICES, TOKENS, ParallelGrid
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.checks import checklist
 from asyncrl.launch.checks.checklist import Case, Check
@@ -371,6 +371,9 @@ def test_the_time_in_which_a_rank_receives():
     assert receive_time("data all_gather", Collective(9, 16 * 10**10), copies, TOY) == pytest.approx(1.4)
     assert receive_time("copy all_reduce", Collective(9, 10**10), copies, TOY) == pytest.approx(1.0)
     assert receive_time("copy_data all_reduce", Collective(9, 10**10), copies, TOY) == pytest.approx(1 / 8)
+    split = Placed(ParallelGrid.parse("d16e4"), num_hosts=2)  # groups of four within a host, their peers on both
+    assert receive_time("expert all_to_all", Collective(9, 10**11), split, TOY) == pytest.approx(0.75)
+    assert receive_time("peers all_gather", Collective(9, 16 * 10**10), split, TOY) == pytest.approx(4.0)
 
 
 def test_a_pipeline_waits_until_it_is_full():
@@ -784,6 +787,65 @@ def test_a_model_of_8b_trains_on_131_072_tokens_with_context_ranks(tmp_path):
     assert of_grids["d8p1m1"].tight
     assert of_grids["d4p1m2"].time.receiving_s > 1.5 * best.time.receiving_s
     assert of_grids["d1p1m1c8"].peak < of_grids["d2p1m1c4"].peak < best.peak
+
+
+def of_30b_a3b(tmp_path, load, *settings):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | {"max_position_embeddings": 40_960}))
+    (tmp_path / "run.yaml").write_text(YAML.format(folder=tmp_path))
+    return resolve(load_experiment(tmp_path / "run.yaml", [*OFFLINE, *settings]), Facts(on_gpu=True))
+
+
+OFFLINE = ("mode=train_only", "replay.path=recordings", "eval.prompts=null", "train.gradient_checkpointing=true")
+
+
+def test_the_layouts_of_30b_a3b_on_8_gpus(tmp_path, load):
+    """Split experts save the gathers of experts: with few tokens in a micro-batch they are most of the traffic."""
+    few = of_30b_a3b(tmp_path, load, "allocation=sglang.d1+d8", "train.max_tokens_per_mb=2048")
+    device = DEVICES["h100-80g"]
+    layouts = search_layouts(few, 8, device, lambda config: plan_run(config, device, estimate_ranks))
+    of_grids = {layout.allocation.partition("+")[2]: layout for layout in layouts}
+    assert {"d8p1m1", "d8p1m1e2", "d8p1m1e8", "d4p1m1c2e8"} <= {*of_grids}
+    assert not any("m2" in grid or "m4" in grid for grid in of_grids)
+    plain, split = of_grids["d8p1m1"], of_grids["d8p1m1e8"]
+    assert split.time.receiving_s < 0.4 * plain.time.receiving_s
+    assert split.peak < plain.peak
+    assert layouts[0].fits
+    assert "e" in layouts[0].allocation.partition("+")[2]
+
+
+@pytest.mark.parametrize(
+    ("grid", "dense", "peers", "exchanged"), [("d8", 1, 0, 0), ("d8e8", 0, 0, 1), ("d8e2", 0, 1, 1)]
+)
+def test_the_traffic_of_split_experts(tmp_path, load, grid, dense, peers, exchanged):
+    """By hand: 128 experts of 3 * 2048 * 768 parameters in each of 48 layers, and 8 of a token."""
+    (rank,) = estimate_ranks(of_30b_a3b(tmp_path, load, f"allocation=sglang.d1+{grid}"))
+    step = next(step for step in rank.steps if step.mfc == "actor_train")
+    experts, hidden, layers, value = 48 * 128 * 3 * 2048 * 768, 2048, 48, 2
+    shape, found = ModelShape.from_config(QWEN3_MOE), step.collectives
+    calls = found["data all_gather"].count // (2 * layers)  # micro-batches, in two passes
+    assert found["data all_gather"].bytes == 2 * calls * value * (shape.parameters - (not dense) * experts)
+    assert found["data reduce_scatter"].bytes == calls * 4 * (shape.parameters - (not dense) * experts)
+    assert ("peers all_gather" in found) == bool(peers)
+    if peers:
+        assert found["peers all_gather"].bytes == 2 * calls * value * experts // 2
+        assert found["peers reduce_scatter"].bytes == calls * 4 * experts // 2
+    assert ("expert all_to_all" in found) == bool(exchanged)
+    if exchanged:  # to the experts and back, forward, recomputed and backward
+        assert found["expert all_to_all"].bytes == 3 * layers * step.tokens * 2 * 8 * hidden * value
+
+
+def test_remedies_share_out_long_rows_where_activations_do_not_fit(load):
+    """One row of 16,384 tokens cannot be cut into micro-batches. Context ranks come before tensor ranks."""
+    config = load(
+        "train.gradient_checkpointing=true", "rollout.sampling.max_new_tokens=15872", "allocation=sglang.d2+d4"
+    )
+
+    def long_rows(config):
+        (devices,) = allocation_of(config).training
+        grid = devices.grids[0][1]
+        return paced(config, of_tokens=250 / grid.parts(TOKENS))
+
+    assert remedies(config, long_rows) == ["allocation=sglang.d2p1m1+d2p1m1c2"]
 
 
 def test_an_estimate_has_the_block_of_logits_of_a_gpu(load):
