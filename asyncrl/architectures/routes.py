@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.data.routes import RouteLayout
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj")
+_ROUTER_NAMES = ("gate", "router")  # in a block with experts; all families of transformers have one of them
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -83,6 +85,32 @@ def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module
             f"{what} has {num_experts} experts, more than the numbers of routes can hold; set train.routes=off"
         )
     return RouteLayout(tuple(number for number, _ in found), top_k, num_experts), [router for _, router in found]
+
+
+def keep_router_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the routers of a model with float32 weights compute as those of a model of this dtype, also under autocast. Some cast
+    what they multiply to float32, as DeepSeek-V3's do, and autocast would cast it back. FSDP and servers have no autocast."""
+    for block in list(model.modules()):
+        if any(is_experts(child) for child in block.children()):
+            for router in filter(None, (getattr(block, name, None) for name in _ROUTER_NAMES)):
+                router.forward = partial(_without_autocast, router, router.forward, dtype)
+
+
+def _without_autocast(
+    router: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    own = [(module._parameters, dict(module._parameters)) for module in router.modules()]
+    for slots, parameters in own:
+        slots.update({name: cast(parameter) for name, parameter in parameters.items()})
+    try:
+        with torch.autocast(args[0].device.type, enabled=False):
+            return forward(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    finally:
+        for slots, parameters in own:
+            slots.update(parameters)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -134,6 +134,19 @@ def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
     return f"{', '.join(uneven)}, which do not divide evenly among its tensor parallel ranks: use {fitting}"
 
 
+def problem_of_losses(config: Mapping[str, object]) -> str:
+    """Why asyncrl does not train the model with this config.json by the losses that it asks for, and the remedy; "": it does."""
+    nested = config.get("text_config")
+    model = nested if isinstance(nested, dict) else config
+    weight = model.get("router_aux_loss_coef")
+    if not (model.get("output_router_logits") and weight):
+        return ""
+    return (
+        f"config.json has output_router_logits=true and router_aux_loss_coef={weight}: asyncrl has no auxiliary loss of routers; "
+        "set output_router_logits to false there"
+    )
+
+
 def _problem_of_context(grid: ParallelGrid, sizes: Mapping[str, int]) -> str:
     """sizes: the numbers of heads, which the tensor parallel ranks divide evenly."""
     if grid.parts(TOKENS) == 1:

@@ -52,6 +52,7 @@ from asyncrl.dataflow.axes import (
     TOKENS,
     problem_of_heads,
 )
+from asyncrl.dataflow.layout_checks import problem_of_losses
 from asyncrl.model import sharding
 from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
 from asyncrl.model.experts import check_experts, split_experts
@@ -133,6 +134,8 @@ class TrainEngine:
         self.is_head = self._mesh is None or self._mesh.is_head
 
         config = weights.load_config(model.path, model.kind)
+        if model.trainable and (problem := problem_of_losses(config.to_dict())):
+            raise ConfigError(f"model_path={model.path!r}: {problem}")
         self.config = copy.deepcopy(config)
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank

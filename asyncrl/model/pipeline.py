@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.attention import backbone_of
+from asyncrl.architectures.routes import keep_router_dtypes
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.logprobs import token_logprobs
@@ -92,6 +93,8 @@ class Stage(nn.Module):
         self.hidden_dtype = hidden_dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self._autocast = autocast
+        if autocast is not None:
+            keep_router_dtypes(model, autocast)
         if autocast is not None and is_first:
             model.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded.to(hidden_dtype))
         self._chunk_tokens = chunk_tokens

@@ -28,7 +28,9 @@ from test_parallel_engine import (
     whole_parameters,
 )
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
+from asyncrl.architectures.routes import routers_of
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import SequenceSample
@@ -172,6 +174,33 @@ def test_a_rank_loads_and_keeps_its_experts_only(ranks: RankProcesses, paths: di
     assert sum(moved for _, moved in found) == 2 * 2 * there
     plain = ranks.run(held, "d2", paths["qwen3_moe"], TRAIN, num_ranks=2)
     assert all(moved == 0 for _, moved in plain)
+
+
+def routed(rank: int, grid: str, path: str) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """What each router has got, and its output, in bfloat16."""
+    found = []
+    engine = make_engine(grid, path, train=replace(TRAIN, dtype="bfloat16"))
+    for router in routers_of(engine.model, path)[1]:
+        router.register_forward_hook(lambda _, inputs, output: found.append((inputs[0], output)))
+    engine.logprobs(part_of(engine, make_sample((20, 20))), temperature=1.0)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_have_the_dtypes_of_the_models_code(ranks: RankProcesses, paths: dict[str, str], family: str) -> None:
+    """To the bit those of transformers' model in bfloat16: in one rank under autocast, and with FSDP. DeepSeek-V3's multiply in
+    float32."""
+    ranks.run(make_meshes)
+    plain = AutoModelForCausalLM.from_pretrained(paths[family], dtype=torch.bfloat16)
+    routers = routers_of(plain, "")[1]
+    for found in (routed(0, "", paths[family]), *ranks.run(routed, "d2e2", paths[family], num_ranks=2)):
+        assert len(found) == len(routers)
+        for router, (hidden, output) in zip(routers, found, strict=True):
+            with torch.no_grad():
+                expected = router(hidden.to(torch.bfloat16))
+            assert [one.dtype for one in output] == [one.dtype for one in expected]
+            assert all(torch.equal(one, other) for one, other in zip(output, expected, strict=True))
+            assert output[0].dtype == (torch.float32 if family == "deepseek_v3" else torch.bfloat16)
 
 
 def exported(rank: int, grid: str, path: str, train: TrainConfig) -> dict[str, np.ndarray]:

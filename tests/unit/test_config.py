@@ -841,6 +841,16 @@ def test_preflight_refuses_layouts_that_a_mixture_of_experts_cannot_have(runnabl
         preflight(load_experiment(runnable, [f"{allocation}d6e3"]))
 
 
+def test_preflight_refuses_a_model_that_asks_for_a_loss_of_its_routers(runnable):
+    file = runnable.parent / "m" / "config.json"
+    plain = json.loads(file.read_text()) | {"num_experts": 8, "router_aux_loss_coef": 0.02}
+    file.write_text(json.dumps(plain))
+    preflight(load_experiment(runnable, []))
+    file.write_text(json.dumps(plain | {"output_router_logits": True}))
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.02: .* set output_router_logits to false"):
+        preflight(load_experiment(runnable, []))
+
+
 def test_preflight_refuses_to_split_the_experts_of_a_dense_model(runnable):
     with pytest.raises(ConfigError, match=r"the grid d2p1m1e2, and config.json has no experts .*: leave e out"):
         preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d2e2"]))

@@ -15,6 +15,7 @@ from asyncrl.config.import_object import adapted
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
+    CRITIC,
     REF,
     ConfigError,
     ExperimentConfig,
@@ -33,7 +34,7 @@ from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
-from asyncrl.dataflow.layout_checks import problem_of_grid
+from asyncrl.dataflow.layout_checks import problem_of_grid, problem_of_losses
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.server_environment import find_program, own_torch
@@ -130,9 +131,12 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
     for placement in placements:
         if placement.grid.on_cpu:
             continue
-        if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
+        model = models.get(placement.role, models[ACTOR])
+        if problem := problem_of_grid(placement.grid, model):
             where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
             yield ConfigError(f"{where}, and {problem}")
+        if placement.name in (ACTOR, CRITIC) and (problem := problem_of_losses(model)):
+            yield ConfigError(f"the {placement.name}: {problem}")
 
 
 def _check_open_files(_: Case) -> None:
