@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.testing.runs import make_tiny_run, train_steps
 
@@ -35,6 +36,7 @@ class Run:
     name: str
     num_gpus: int
     overrides: tuple[str, ...]
+    has_experts: bool = False  # it trains a mixture of experts with random weights
 
 
 RUNS = (
@@ -43,6 +45,8 @@ RUNS = (
     Run("sglang", 2, ("allocation=sglang.d1+d1",)),
     Run("tensor ranks", 3, ("allocation=transformers.d1+m2",)),
     Run("context ranks", 3, ("allocation=transformers.d1+c2",)),
+    Run("experts", 5, ("allocation=transformers.d1+d4e2",), has_experts=True),
+    Run("experts and context ranks", 5, ("allocation=transformers.d1+d2c2e2",), has_experts=True),
     # Synchronous, so that each step needs the version that was broadcast before it
     Run(
         BROADCAST,
@@ -65,12 +69,14 @@ def main() -> int:
     arguments = parser.parse_args()
     out, gpus = arguments.out.absolute(), visible_devices()
     config, overrides = make_config(out, arguments.model, on_gpu=bool(gpus))
+    experts = make_experts(out / "task" / "experts", on_gpu=bool(gpus))
     failed = [] if arguments.quick else [path for path in TESTS if not passes(path, out, len(gpus))]
     steps = FIRST_STEPS if arguments.quick else FIRST_STEPS + (8 if gpus else 2)
     rows = []
     for run in RUNS:
         given = [*overrides, *run.overrides, f"train.max_steps={steps}", f"fileroot={out}", "experiment=run"]
         given.append(f"trial={run.name.replace(' ', '_')}")
+        given += [f"model_path={experts}"] if run.has_experts else []
         planned = {} if arguments.quick else plan(config, given)
         measured, why = measure(run, config, given, out, gpus)
         if why.startswith("failed"):
@@ -99,6 +105,14 @@ def make_config(folder: Path, model: str, *, on_gpu: bool) -> tuple[Path, list[s
     if python := os.environ.get("ASYNCRL_SGLANG_PYTHON"):
         overrides.append(f"generation.python={python}")
     return config, overrides
+
+
+def make_experts(folder: Path, *, on_gpu: bool) -> Path:
+    """A mixture of eight experts with random weights."""
+    from asyncrl.testing.tiny import make_tiny_model
+
+    make_tiny_model(folder, "qwen3_moe", **(GPU_MODEL if on_gpu else {}))
+    return folder
 
 
 def passes(path: str, out: Path, num_gpus: int) -> bool:
@@ -168,6 +182,8 @@ def figures(records: Sequence[dict[str, Any]], *, on_gpu: bool) -> dict[str, flo
 def plan(config: Path, overrides: Sequence[str]) -> dict[str, float]:
     """Return the figures that `asyncrl-launch plan` predicts; none if it cannot."""
     command = [sys.executable, "-m", "asyncrl.cli.main", "plan", str(config), "--json", *overrides]
+    allocation = next(text.partition("=")[2] for text in overrides if text.startswith("allocation="))
+    num_replicas = Allocation.parse(allocation).training[0].grids[0][1].num_replicas
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_LIMIT_S, check=False)
         found = json.loads(done.stdout)["plan"]
@@ -177,7 +193,7 @@ def plan(config: Path, overrides: Sequence[str]) -> dict[str, float]:
         return {}
     return {
         "step_s": time["step_s"],
-        "tokens_per_s": trains["tokens"] / time["training_s"],  # these runs have one data rank
+        "tokens_per_s": num_replicas * trains["tokens"] / time["training_s"],
         "mfu": time["mfu"],
         "memory": max(max(rank["peak"], rank["load_peak"], rank["export_peak"]) for rank in ranks),
     }

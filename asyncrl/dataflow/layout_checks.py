@@ -180,7 +180,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         except ValueError as error:
             yield "allocation", config.allocation, str(error)
         else:
-            yield from problems_of_lora(config, allocation, placements)
+            yield from problems_of_lora(config, allocation)
             yield from problems_among(config, _of_routes(config, placements))
             if any(devices.on_cpu for devices in allocation.training):
                 yield from problems_among(config, _of_cpu_workers(config))

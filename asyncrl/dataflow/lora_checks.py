@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import CRITIC, ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.config.validation import Problem, problems_among
-from asyncrl.dataflow.axes import EXPERTS
-from asyncrl.dataflow.topology import Allocation, ModelPlacement
-from asyncrl.protocol.names import ACTOR
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.weights.adapter import ALL_LINEAR
 
 _UNPROVEN = "is not proven with train.lora"
 
 
-def problems_of_lora(
-    config: ExperimentConfig, allocation: Allocation, placements: Sequence[ModelPlacement]
-) -> Iterator[Problem]:
+def problems_of_lora(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
     train, lora, weights = config.train, config.train.lora, config.weights
     if lora is None:
         return
@@ -63,11 +59,6 @@ def problems_of_lora(
                 weights.full_every > 1,
                 "weights.full_every",
                 "saves nothing: nearly every element of an adapter changes in a step; set it to 1",
-            ),
-            (
-                any(one.grid.parts(EXPERTS) > 1 for one in placements if one.role in (ACTOR, CRITIC)),
-                "allocation",
-                f"experts split over ranks (e) {_UNPROVEN}; leave e out",
             ),
             (train.routes != "off", "train.routes", f"{_UNPROVEN}; set it to off"),
             (train.compile == "on", "train.compile", f"{_UNPROVEN}; set it to off"),

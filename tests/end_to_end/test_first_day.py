@@ -76,7 +76,8 @@ def test_the_first_day_runs_to_its_end_without_a_gpu(tmp_path: Path, monkeypatch
     table = (tmp_path / "table.md").read_text()
     assert table in done.stdout
     _, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert [row[0] for row in rows] == ["disjoint", "shared devices", "sglang", "tensor ranks", "broadcast"]
+    names = ["disjoint", "shared devices", "sglang", "tensor ranks", "context ranks"]
+    assert [row[0] for row in rows] == [*names, "experts", "experts and context ranks", "broadcast"]
     for name, *cells in rows:
         assert cells[::2] == ["not planned"] * 4, name
         if name == "sglang":

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from sharded_models import shard
 from test_parallel_engine import (
     EXPERT_GRIDS,
     LENGTHS,
     MICRO,
+    OPTIMIZER,
     TRAIN,
     Cell,
     Loss,
@@ -22,6 +24,7 @@ from test_parallel_engine import (
     make_engine,
     make_meshes,
     make_sample,
+    meshes,
     part_of,
     run,
     run_cell,
@@ -31,15 +34,19 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.architectures.routes import routers_of
-from asyncrl.config.schema import ConfigError, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, LoraConfig, TrainConfig
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
-from asyncrl.model import sharding
+from asyncrl.model import checkpoint, sharding
+from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
+from asyncrl.model.reallocate import reallocate
 from asyncrl.model.routes import RouteReplay
 from asyncrl.model.sharding import local_part
+from asyncrl.protocol.versions import WrittenFile
 from tests.support.families import make_family
 from tests.support.rank_processes import RankProcesses
 
@@ -174,6 +181,87 @@ def test_a_rank_loads_and_keeps_its_experts_only(ranks: RankProcesses, paths: di
     assert sum(moved for _, moved in found) == 2 * 2 * there
     plain = ranks.run(held, "d2", paths["qwen3_moe"], TRAIN, num_ranks=2)
     assert all(moved == 0 for _, moved in plain)
+
+
+def go_on(rank: int, grid: str, path: str, source: str, target: str) -> tuple[dict[str, np.ndarray], list[WrittenFile]]:
+    """The parameters after one step from a checkpoint, and the files of this rank's part of the next one."""
+    engine = make_engine(grid, path)
+    workers = engine.mesh.placement.workers if engine.mesh is not None else (0,)
+    if source:
+        checkpoint.load(Path(source), {"actor": engine}, workers=workers)
+    sample = make_sample(LENGTHS)
+    loss = Loss(float(sample.data["loss_mask"].sum()) / 20)
+    engine.train_step(part_of(engine, sample), loss, temperature=0.7, lr_step=int(bool(source)))
+    files = checkpoint.write(Path(target), checkpoint.snapshot({"actor": engine}), fsync=False) if target else []
+    return whole_parameters(engine), files
+
+
+@pytest.mark.parametrize(("before", "after"), [("d2e2", "d1"), ("d1", "d2e2"), ("d4e2", "d2c2e2")])
+def test_a_checkpoint_goes_on_in_another_layout(
+    ranks: RankProcesses, paths: dict[str, str], tmp_path: Path, before: str, after: str
+) -> None:
+    ranks.run(make_meshes)
+    path, folder = paths["qwen3_moe"], tmp_path / "checkpoint"
+    expected = run_cell(0, "", Cell(path)).parameters  # two steps
+    saved = ranks.run(go_on, before, path, "", str(folder), num_ranks=ParallelGrid.parse(before).size)
+    checkpoint.commit(folder, [file for _, files in saved for file in files], fsync=False)
+    for found, _ in ranks.run(go_on, after, path, str(folder), "", num_ranks=ParallelGrid.parse(after).size):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def copied(rank: int, path: str, grids: tuple[str, str]) -> tuple[dict[str, np.ndarray], int]:
+    """This rank's share of a model that got the weights of another one, and the bytes that it sent."""
+    both = [meshes(0)[grid] for grid in grids]
+    source, target = (
+        shard(path, mesh, change=change) if mesh is not None else None
+        for mesh, change in zip(both, (0.1, 0.2), strict=True)
+    )
+    size = max(ParallelGrid.parse(grid).size for grid in grids)
+    sent = reallocate(source, target, workers=range(size), max_bytes=4096)
+    return ({name: each.numpy() for name, each in take_share(target).items()} if target is not None else {}), sent
+
+
+@pytest.mark.parametrize("grids", [("d4e2", "d2e2"), ("d2e2", "d4"), ("d2", "d2r2e2"), ("d4e2", "d4e2")], ids=str)
+def test_weights_move_between_layouts(ranks: RankProcesses, paths: dict[str, str], grids: tuple[str, str]) -> None:
+    ranks.run(make_meshes)
+    path = paths["qwen3_moe"]
+    expected = {name: tensor.numpy() for name, tensor in take_share(shard(path, None, change=0.1)).items()}
+    size = max(ParallelGrid.parse(grid).size for grid in grids)
+    shares, sent = zip(*ranks.run(copied, path, grids, num_ranks=size), strict=True)
+    found = {name: tensor for each in shares for name, tensor in each.items()}
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+    assert (sum(sent) == 0) == (grids[0] == grids[1])
+
+
+def trained_adapters(rank: int, grid: str, path: str, kind: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    mesh = meshes(0)[grid] if grid else None
+    workers = list(mesh.placement.workers) if mesh is not None else [0]
+    lora = LoraConfig(rank=3, alpha=6.0, targets=["q_proj", "v_proj", "o_proj"])
+    model = ModelConfig("model", path, grid or "d1", workers, kind, True, OPTIMIZER, lora=lora)
+    engine, sample = TrainEngine(model, MICRO, mesh=mesh), make_sample(LENGTHS)
+    loss = Loss(float(sample.data["loss_mask"].sum()) / 20)
+    part = part_of(engine, sample)
+    norms = [engine.train_step(part, loss, temperature=0.7, lr_step=step)["grad_norm"] for step in range(3)]
+    share = take_share(engine)
+    return norms, {name: tensor.numpy() for name, tensor in share.items()}
+
+
+@pytest.mark.parametrize(("grid", "kind"), [("d2e2", "lm"), ("d4e2", "lm"), ("d2c2e2", "lm"), ("d2e2", "value")])
+def test_adapters_of_attention_beside_split_experts(
+    ranks: RankProcesses, paths: dict[str, str], grid: str, kind: str
+) -> None:
+    """Three steps, and what is exported: the adapters of one rank."""
+    ranks.run(make_meshes)
+    norms, expected = trained_adapters(0, "", paths["qwen3_moe"], kind)
+    found = ranks.run(trained_adapters, grid, paths["qwen3_moe"], kind, num_ranks=ParallelGrid.parse(grid).size)
+    assert all(each == pytest.approx(norms, rel=1e-5) for each, _ in found)
+    shares = {name: tensor for _, share in found for name, tensor in share.items()}
+    assert shares.keys() == expected.keys()
+    for name, value in shares.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def routed(rank: int, grid: str, path: str) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:

@@ -39,6 +39,7 @@ from asyncrl.protocol.calls import CommitWeights, WriteWeights
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import tensor_files, verify_version
+from tests.support.families import make_family
 from tests.support.training_side import TrainingSide, training_side
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.oracle]
@@ -152,22 +153,24 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[tuple[str, bool
     plain = train
     updates = {}
     for batch, supervised in itertools.product(BATCHES, (False, True)):
-        groups = BATCHES[batch]
         train = replace(of_budget("supervised", plain, paths), max_tokens_per_mb=100_000) if supervised else plain
-        graph = DataflowGraph(training_mfcs(train))
-        engines = {role: TrainEngine(model_config(role, paths[role], train), train) for role in graph.roles}
-        sample = SequenceSample.gather([group(name, size, name, 0)[1] for name, size in groups.items()])
-        stats: dict[str, float] = {}
-        for name in graph.order:
-            mfc = graph.mfcs[name]
-            interface = make_interface(mfc, train, seed=1, tokenizer_path=str(paths["ref"]))
-            part = sample.select_keys(mfc.input_keys)
-            made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), step=interface.begin(0))
-            sample = sample.update(made) if made is not None else sample
-            stats |= of_mfc
-        weights = {role: take_share(engines[role]) for role in ("actor", "critic")}
-        updates[batch, supervised] = Update(stats, weights)
+        updates[batch, supervised] = update_here(BATCHES[batch], paths, train)
     return updates
+
+
+def update_here(groups: dict[str, int], paths: dict[str, Path], train: TrainConfig) -> Update:
+    graph = DataflowGraph(training_mfcs(train))
+    engines = {role: TrainEngine(model_config(role, paths[role], train), train) for role in graph.roles}
+    sample = SequenceSample.gather([group(name, size, name, 0)[1] for name, size in groups.items()])
+    stats: dict[str, float] = {}
+    for name in graph.order:
+        mfc = graph.mfcs[name]
+        interface = make_interface(mfc, train, seed=1, tokenizer_path=str(paths["ref"]))
+        part = sample.select_keys(mfc.input_keys)
+        made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), step=interface.begin(0))
+        sample = sample.update(made) if made is not None else sample
+        stats |= of_mfc
+    return Update(stats, {role: take_share(engines[role]) for role in ("actor", "critic")})
 
 
 # --------------------------------------------------------------------------------------------------------------- found
@@ -243,10 +246,13 @@ async def export(
 def test_same_update(
     cell: tuple[str, str, str], found: dict[tuple[str, str, str], Update], expected: dict[tuple[str, bool], Update]
 ) -> None:
-    update, same = found[cell], expected[cell[2], cell[1] == "supervised"]
+    assert_same(found[cell], expected[cell[2], cell[1] == "supervised"], supervised=cell[1] == "supervised")
+
+
+def assert_same(update: Update, same: Update, *, supervised: bool = False) -> None:
     for name in (
         "actor/loss",
-        *(["actor/ptx_loss"] if cell[1] == "supervised" else []),
+        *(["actor/ptx_loss"] if supervised else []),
         "actor/grad_norm",
         "critic/loss",
         "critic/grad_norm",
@@ -259,6 +265,30 @@ def test_same_update(
         assert update.weights[role].keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(update.weights[role][name], tensor, rtol=1e-5, atol=1e-6, msg=f"{role} {name}")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("layouts", "checkpointing"), [(("d2", "d2e2", "d4e2", "d2c2e2", "d2p2e2"), False), (("d2e2",), True)]
+)
+def test_same_update_of_a_mixture_of_experts(
+    train: TrainConfig, tmp_path: Path, layouts: tuple[str, ...], checkpointing: bool
+) -> None:
+    """A trainer group of its own. One layer is dense."""
+    paths = {role: tmp_path / role for role in ("actor", "ref", "critic")}
+    for seed, role in enumerate(("actor", "ref")):
+        torch.manual_seed(seed)
+        make_family(paths[role], "qwen3_moe", hidden_size=32, num_hidden_layers=3, mlp_only_layers=[1])
+    critic = AutoModelForTokenClassification.from_pretrained(paths["actor"], num_labels=1)
+    critic.score.weight.data.normal_(std=0.5)
+    critic.save_pretrained(paths["critic"])
+    cells = [Cell(layout, "micro-batched", "seven") for layout in layouts]
+    train = replace(train, max_tokens_per_mb=BUDGETS["micro-batched"], gradient_checkpointing=checkpointing)
+    same = update_here(BATCHES["seven"], paths, replace(train, max_tokens_per_mb=BUDGETS["whole"]))
+    updates = asyncio.run(train_all(cells, paths, train, tmp_path / "group"))
+    assert len(updates) == len(layouts)
+    for update in updates.values():
+        assert_same(update, same)
 
 
 def test_supervised_texts_change_the_update(expected: dict[tuple[str, bool], Update]) -> None:

@@ -68,7 +68,6 @@ def test_what_vllm_cannot_do_with_adapters_is_refused(fields: dict[str, Any], me
         ({"allocation": "sglang.d1+d1"}, "allocation"),
         ({"allocation": "external.d1+d1", "generation.urls": ["http://host:1"]}, "allocation"),
         ({"weights.full_every": 2}, "weights.full_every"),
-        ({"allocation": "transformers.d1+d2e2"}, "allocation"),
         ({"train.routes": "compare"}, "train.routes"),
         ({"train.compile": "on"}, "train.compile"),
         ({"train.ema": EmaConfig()}, "train.ema.decay"),
