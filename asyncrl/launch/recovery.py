@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.modes import mode_of
 from asyncrl.config.resolve import Resumed, with_absolute_paths
-from asyncrl.config.schema import ConfigError, ExperimentConfig, model_settings
+from asyncrl.config.schema import CRITIC, ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
@@ -21,6 +21,7 @@ from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.inputs import changes, read_inputs, saved_inputs
 from asyncrl.launch.rundir import SUMMARY_FILE, newest_experiment, next_attempt, read_record
 from asyncrl.master.schedule import ended_by
+from asyncrl.protocol.names import ACTOR
 from asyncrl.weights.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -208,8 +209,26 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
         field, path = (f"{place}.path", own.path) if own and own.path else ("model_path", config.model_path)
         if model not in saved:
             yield f"{place}: {where} was made without a {model}; leave {place} out, or {_ANEW}"
-        elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
+            continue
+        adapters = {name: shape for name, shape in saved[model].items() if name.endswith(".lora_A")}
+        lora = config.train.lora if model in (ACTOR, CRITIC) else None
+        if bool(adapters) != (lora is not None):
+            made, remedy = ("with", "set it as then") if adapters else ("without", "leave it out")
+            yield f"train.lora: {where} was made {made} adapters of the {model}; {remedy}, or {_ANEW}"
+        elif lora is not None and (other := {shape[0] for shape in adapters.values()} - {lora.rank}):
+            yield f"train.lora.rank={lora.rank}: the adapters in {where} have rank {min(other)}; use it, or {_ANEW}"
+        elif difference := _difference(tensor_shapes(Path(path).expanduser()), _with_bases(saved[model])):
             yield f"{field}={path!r}: {difference} the {model} of {where}; use the model that it was made with, or {_ANEW}"
+
+
+def _with_bases(saved: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes, with that of the layer's weight in place of those of its adapter, A [rank, inputs] and B [outputs, rank]."""
+    found = {name: shape for name, shape in saved.items() if not name.endswith((".lora_A", ".lora_B"))}
+    for name in saved:
+        if name.endswith(".lora_A"):
+            layer = name.removesuffix(".lora_A")
+            found[f"{layer}.weight"] = (saved[f"{layer}.lora_B"][0], saved[name][1])
+    return found
 
 
 def _difference(here: Mapping[str, Shape], saved: Mapping[str, Shape]) -> str:

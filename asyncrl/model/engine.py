@@ -220,13 +220,13 @@ class TrainEngine:
             self._read_attention(whole, model.path)
         self._read_untrained(whole, model, weights)
         self.with_state = keep_apart(whole)
-        self.flops = flops_of(whole)
         if model.lora is not None:
             self.adapters = add_adapters(whole, model.lora, model.path)
             start = self.adapters.start()
             with torch.no_grad():
                 for name in self.adapters.shapes:
                     whole.get_parameter(name).copy_(start(name))
+        self.flops = flops_of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
             whole,
@@ -277,7 +277,6 @@ class TrainEngine:
                 "and tensor ranks or stages are not shown to be equal; use d and c alone in the grid of "
                 f"{mesh.placement.name!r} ({grid})"
             )
-        self.flops = flops_of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         self._read_untrained(skeleton.model, model, weights)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
@@ -285,6 +284,7 @@ class TrainEngine:
             self.adapters = skeleton.add_adapters(model.lora, model.path)
         elif grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
+        self.flops = flops_of(skeleton.model)
         tensor = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
         if grid.parts(EXPERTS) > 1:
             check_experts(skeleton.model, mesh, model.path)

@@ -13,14 +13,16 @@ from asyncrl.protocol.model_flops import ModelFlops, delta_rule_flops
 
 
 def flops_of(model: PreTrainedModel) -> ModelFlops:
-    """model: all of its layers; it needs no weights. Windows and chunks count if `read_attention` has read the model."""
+    """model: all of its layers; it needs no weights. Windows and chunks count if `read_attention` has read the model. Parameters
+    without gradients count as frozen."""
     text = model.config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or experts
-    num_parameters = 0
+    num_parameters = num_frozen = 0
     for name, parameter in model.named_parameters():
         share = chosen / experts if ".experts." in name else 1.0
-        num_parameters += round(parameter.numel() * share)
+        num_parameters += (used := round(parameter.numel() * share))
+        num_frozen += used * (not parameter.requires_grad)
     layers = text.per_layer_config if text.is_heterogeneous else [text] * text.num_hidden_layers
     patterns = patterns_in(model)
     if patterns and not text.is_heterogeneous:
@@ -32,6 +34,7 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
         widths[pattern.window, pattern.chunk] += _width_of_heads(layer)
     return ModelFlops(
         num_parameters=num_parameters,
+        num_frozen=num_frozen,
         widths=[(*limits, width) for limits, width in widths.items()],
         of_states=sum(map(_flops_of_state, modules_with_state(model).values())),
     )

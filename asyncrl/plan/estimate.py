@@ -1,6 +1,7 @@
 """A closed-form estimate of the plans of model workers, in a millisecond. The search of layouts uses it to choose which to plan.
 
-Memory of a layer's activations and of a block of logits is counted roughly. All ranks of a set of workers are taken as equal.
+Memory of a layer's activations and of a block of logits is counted roughly. Adapters are not counted. All ranks of a set of
+workers are taken as equal.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
     split, context, trains = grid.parts(MATRICES), grid.parts(TOKENS), mfc.kind == "train_step"
+    # Beside adapters the weights have no gradients, and the backward pass computes none of them
+    all_trained = trains and model.lora is None
     load = load_of(config, MFCDef.of(mfc), grid, model.path)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
     budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches) / context)
@@ -92,7 +95,7 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     # Parameters, gathered from the ranks that share them out
     whole = (shape.parameters + shape.state_parameters * (split - 1)) // (grid.num_stages * split)
     traffic: dict[str, dict[str, Collective]] = {}  # by the axes' names
-    of_gradients = _FLOAT * whole * load.minibatches
+    of_gradients = _FLOAT * whole * load.minibatches * all_trained
     # With e the experts of a rank are gathered from fewer ranks than all other weights
     experts, sparse = grid.parts(EXPERTS), math.ceil(shape.sparse_layers / grid.num_stages)
     of_experts = sparse * shape.layer_experts if experts > 1 else 0
@@ -104,14 +107,14 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
             (PEERS, micro_batches * sparse, of_experts // experts if grid.num_shards > experts else 0),
         ):
             moved = {"all_gather": Collective(gathers * number, gathers * micro_batches * gathered * value)}
-            scattered = {"reduce_scatter": Collective(number, micro_batches * gathered * _FLOAT)} if trains else {}
+            scattered = {"reduce_scatter": Collective(number, micro_batches * gathered * _FLOAT)} if all_trained else {}
             traffic |= {name: moved | scattered} if gathered else {}
     for axis, size in zip(grid.axes, grid.sizes, strict=True):
         if size == 1:
             continue
         if axis.copies:
             shard = of_gradients // grid.num_shards
-            traffic[axis.name] = {"all_reduce": Collective(load.minibatches * layers, shard)} if trains else {}
+            traffic[axis.name] = {"all_reduce": Collective(load.minibatches * layers, shard)} if all_trained else {}
         elif axis.splits == TOKENS:
             heads = 2 * (shape.heads + max(shape.kv_heads, size * split)) // split  # queries, outputs, keys and values
             of_token = heads * shape.head_dim * value
@@ -151,7 +154,7 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         "activations": kept * trains + of_layer + of_state,
         "logits": _LOGIT_BYTES * min(logits, _BLOCK_LOGITS),
         "gathered": 2 * value * (of_largest + shape.vocab * shape.hidden) // split * grid.uses_fsdp,
-        "other": _FLOAT * whole * (trains and unsharded),
+        "other": _FLOAT * whole * (all_trained and unsharded),
     }
     return ModelStep(
         model=model.name,
@@ -159,9 +162,9 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         peak=sum(parts.values()),
         at_peak=parts,
         kinds=parts,
-        flops=int(forward * ((4 if train.gradient_checkpointing else 3) if trains else 1)),
+        flops=int(forward * (2 + all_trained + bool(train.gradient_checkpointing) if trains else 1)),
         collectives=collectives,
-        model_flops=int(needed / grid.replica_size * (3 if trains else 1)),
+        model_flops=int(needed / grid.replica_size * (2 + all_trained if trains else 1)),
         tokens=load.tokens,
         shared=load.shared,
     )

@@ -80,7 +80,7 @@ def _read_by(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> int:
     read = 0
     if isinstance(config, ModelWorkerConfig):
         for model in config.models:
-            if model.kind != "none" and config.worker.index in model.workers:
+            if model.kind != "none" and not model.base_of and config.worker.index in model.workers:
                 grid = ParallelGrid.parse(model.grid)
                 read += sizes[model.path].num_parameters * grid.num_copies // grid.size
     elif isinstance(config, GenerationServerConfig) and traits_of(config.engine).starts_servers:

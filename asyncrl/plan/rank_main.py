@@ -51,15 +51,19 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
     from asyncrl.plan.layers import sampled_layers
     from asyncrl.plan.shard import shard_plan
 
-    models: dict[tuple[str, str], Any] = {}
+    models: dict[tuple[str, str, bool], Any] = {}
     samples, runs = [], []
     for task in tasks:
         try:
-            path, kind = task.model.path, task.model.kind
-            if (path, kind) not in models:
-                models[path, kind] = Skeleton.of(load_config(path, kind), kind, torch.float32).model
-                read_attention(models[path, kind], path)  # which layers have attention, and over which tokens
-            sampled = None if in_full else sampled_layers(task, models[path, kind])
+            path, kind, lora = task.model.path, task.model.kind, task.model.lora
+            key = path, kind, lora is not None
+            if key not in models:
+                skeleton = Skeleton.of(load_config(path, kind), kind, torch.float32)
+                if lora is not None:
+                    skeleton.add_adapters(lora, path)
+                models[key] = skeleton.model
+                read_attention(models[key], path)  # which layers have attention, and over which tokens
+            sampled = None if in_full else sampled_layers(task, models[key])
         except Exception as error:
             raise _refused(task, _last_line(error)) from error
         samples.append(sampled)
@@ -68,7 +72,8 @@ def plan_tasks(tasks: Sequence[ShardTask], *, in_full: bool = False) -> list[Sha
     plans = []
     for task, sampled in zip(tasks, samples, strict=True):
         counts = extrapolated(next(found), next(found), sampled[2]) if sampled else next(found)
-        plans.append(shard_plan(task, counts, flops_of(models[task.model.path, task.model.kind])))
+        key = task.model.path, task.model.kind, task.model.lora is not None
+        plans.append(shard_plan(task, counts, flops_of(models[key])))
     return plans
 
 

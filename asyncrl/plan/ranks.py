@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -109,8 +110,12 @@ def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC
         raise PlanError(f"allocation={config.allocation}: {error}") from error
     order = {name: number for number, name in enumerate(graph.order)}
     models = models_of(placements, mfcs, config.train, config.model_path)
-    on_gpus = [mfc for mfc in mfcs if MFCDef.of(mfc).has_model]
-    return [model for model in models if model.kind != "none"], sorted(on_gpus, key=lambda mfc: order[mfc.name])
+    computes = {
+        model.name: model.base_of or model.name for model in models
+    }  # the base of adapters is no model of its own
+    on_gpus = [replace(mfc, model=computes[mfc.model]) for mfc in mfcs if MFCDef.of(mfc).has_model]
+    own = [model for model in models if model.kind != "none" and not model.base_of]
+    return own, sorted(on_gpus, key=lambda mfc: order[mfc.name])
 
 
 def _shards_by_worker(models: Sequence[ModelConfig]) -> dict[int, list[tuple[str, int]]]:

@@ -29,14 +29,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.attention import layers_of
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import TrainConfig
+from asyncrl.config.schema import REF, TrainConfig
 from asyncrl.data.sequence import SequenceSample, is_words, spec_of
 from asyncrl.dataflow.axes import LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import kernels
-from asyncrl.model.engine import TrainEngine
+from asyncrl.model.engine import TrainEngine, base_engine
 from asyncrl.model.interfaces import Interface, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import Read, Skeleton, WeightSource, load_config, local_tensor, make_model
@@ -290,6 +290,7 @@ class _PlannedMFC:
 
     def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:
         self._engine, self._mfc, self._train, self._load = engine, mfc, train, load
+        self._is_of_base = mfc.role == REF and engine.adapters is not None
         self.name = mfc.name
         self._trains, self._computes = mfc.kind == "train_step", mfc.name != ADVANTAGES_MFC
         most, stages = load.minibatches, engine.num_stages
@@ -336,7 +337,7 @@ class _PlannedMFC:
         tracker.memory.restart()
         before = plus(Cost(), tracker.cost)
         step = interface.begin(0)
-        interface.run(engine, sample, batch_ids=sample.ids, step=step)
+        interface.run(base_engine(engine) if self._is_of_base else engine, sample, batch_ids=sample.ids, step=step)
         total = plus(tracker.cost, before, -1)
         if not engine.train_steps:
             self._runs.append((total, Cost(), tracker.memory.moments))
@@ -378,5 +379,5 @@ def _values(key: str, lengths: Sequence[int]) -> Any:
 
 
 def _export_bytes(engine: PlannedEngine) -> int:
-    local = sum(local_tensor(tensor).numel() for tensor in engine.named_parameters().values())
-    return 2 * local * engine.dtype.itemsize
+    local = sum(local_tensor(tensor).numel() for tensor in engine.own_parameters().values())
+    return 2 * local * (engine.dtype if engine.adapters is None else torch.float32).itemsize

@@ -15,6 +15,7 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
     sizes."""
 
     num_parameters: int = 1  # that one token uses: of a mixture of experts, its share of the experts; tied ones once
+    num_frozen: int = 0  # of them, those that need no gradients: the base of adapters
     # (window, chunk, layers x query heads x size of a head) of the layers with this window or chunk (architectures/attention.py
     # `Pattern`); 0: none
     widths: list[tuple[int, int, int]] = []
@@ -24,11 +25,12 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
         """FLOPs over sequences of these lengths (tokens).
 
         The forward pass needs 2 for each token and parameter, 4 * width for each pair of tokens of which one attends to the
-        other, and `of_states` for each token. The backward pass needs twice as many.
+        other, and `of_states` for each token. The backward pass needs twice as many, but 2 for each token and frozen parameter.
         """
         of_attention = sum(width * _pairs(n, window, chunk) for window, chunk, width in self.widths for n in lengths)
         of_token = 2 * self.num_parameters + self.of_states
-        return (3 if trains else 1) * (of_token * sum(lengths) + 4 * of_attention)
+        forward = of_token * sum(lengths) + 4 * of_attention
+        return 3 * forward - 2 * self.num_frozen * sum(lengths) if trains else forward
 
 
 def delta_rule_flops(heads: int, key_width: int, value_width: int) -> int:

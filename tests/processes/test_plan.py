@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import AUTO, ExperimentConfig, PromptSourceConfig, TrainConfig
+from asyncrl.config.schema import AUTO, ExperimentConfig, LoraConfig, PromptSourceConfig, TrainConfig
 from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training, run_tasks
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.testing.tiny import make_tiny_model
@@ -91,6 +91,27 @@ def test_a_plan_of_shared_prompts_agrees_with_real_ranks(
     make_tiny_model(tmp_path)
     lengths, counts = (160,) * 8 + (100,), (4, 4, 1)
     found = compare(Case("qwen2", grid, role, checkpointing, 2, 3, lengths, prefix=64, counts=counts), tmp_path, ranks)
+    assert [one.predicted_traffic for one in found] == [one.measured_traffic for one in found]
+    assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
+
+
+@pytest.mark.parametrize(
+    ("grid", "role", "checkpointing"),
+    [
+        ("d1", "actor", True),
+        ("d2", "critic", False),
+        *(
+            pytest.param(*each, True, marks=pytest.mark.release)
+            for each in (("d2m2", "actor"), ("p2", "critic"), ("c2", "actor"))
+        ),
+    ],
+)
+def test_a_plan_of_adapters_agrees_with_real_ranks(
+    grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
+) -> None:
+    make_tiny_model(tmp_path)
+    found = compare(Case("qwen2", grid, role, checkpointing, 2, 3, LENGTHS, lora=LoraConfig(rank=4)), tmp_path, ranks)
+    assert {one.mfc for one in found} >= ({"ref_inf", "actor_train"} if role == "actor" else {"critic_train"})
     assert [one.predicted_traffic for one in found] == [one.measured_traffic for one in found]
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
 

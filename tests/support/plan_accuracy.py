@@ -18,7 +18,7 @@ from unittest import mock
 import msgspec
 
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
+from asyncrl.config.schema import REF, CriticConfig, LoraConfig, PPOConfig, TrainConfig
 from asyncrl.dataflow.axes import EXPERTS, LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
@@ -26,6 +26,7 @@ from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.plan.batches import Load
 from asyncrl.plan.ranks import ShardPlan, ShardTask, run_tasks
 from asyncrl.plan.result import Collective, collective_name
+from asyncrl.protocol.names import ACTOR
 from tests.support.rank_processes import RankProcesses
 
 IDLE_LIMIT_S = 30.0  # for the other threads to become idle after a collective
@@ -45,6 +46,7 @@ class Case:
     lengths: tuple[int, ...]  # of the sequences of a micro-batch: equal but for the last one, which may be shorter
     prefix: int = 0  # tokens that the sequences of a group share
     counts: tuple[int, ...] = ()  # sequences of each group
+    lora: LoraConfig | None = None  # its base is the reference
 
     def __str__(self) -> str:
         return f"{self.model} {self.grid} {self.role}{' checkpointing' if self.checkpointing else ''}"
@@ -78,8 +80,10 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
         gradient_checkpointing=case.checkpointing,
         ppo=PPOConfig(kl_coef=0.1, advantage_norm="batch", temperature=1.0),
         critic=CriticConfig(),
+        lora=case.lora,
     )
-    mfcs = [mfc.placed(mfc.role) for mfc in training_mfcs(train) if mfc.role == case.role]
+    roles = [case.role, *([REF] if case.lora is not None and case.role == ACTOR else [])]
+    mfcs = [mfc.placed(case.role) for mfc in training_mfcs(train) if mfc.role in roles]
     model = ModelConfig(
         case.role,
         str(path),
@@ -87,6 +91,7 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
         list(range(grid.size)),
         kind="value" if case.role == "critic" else "lm",
         trainable=case.role != "ref",
+        lora=case.lora,
     )
     loads = {}
     for mfc in mfcs:
@@ -133,7 +138,7 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from asyncrl.model.engine import TrainEngine
+    from asyncrl.model.engine import TrainEngine, base_engine
     from asyncrl.model.interfaces import make_interface
     from asyncrl.model.mesh import ModelMesh
     from asyncrl.plan.shard import sample_of
@@ -165,7 +170,8 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
                 interface = make_interface(MFCDef.of(mfc), replace(task.train, ppo=ppo, critic=critic))
                 sample = sample_of(load, load.micro_batches, load.minibatches, mfc.input_keys)
                 with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads(labels) as payloads:
-                    interface.run(engine, sample, batch_ids=sample.ids, step=interface.begin(0))
+                    of_mfc = base_engine(engine) if mfc.role == REF and engine.adapters is not None else engine
+                    interface.run(of_mfc, sample, batch_ids=sample.ids, step=interface.begin(0))
                 traffic[mfc.name] = payloads.collectives
     peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)
     return {

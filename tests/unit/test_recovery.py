@@ -24,6 +24,7 @@ from asyncrl.config.schema import (
     ConfigError,
     CriticConfig,
     ExperimentConfig,
+    LoraConfig,
     OptimizerConfig,
     PromptSourceConfig,
     RoleConfig,
@@ -99,7 +100,13 @@ def run_dir(tmp_path: Path) -> Path:
 def save(config: ExperimentConfig, run_dir: Path) -> Callable[..., Path]:
     """Returns a function that writes a complete checkpoint of this config."""
 
-    def write(attempt: int = 1, step: int = 2, models: tuple[str, ...] = ("actor",), **fields: Any) -> Path:
+    def write(
+        attempt: int = 1,
+        step: int = 2,
+        models: tuple[str, ...] = ("actor",),
+        tensors: dict[str, tuple[int, ...]] = SHAPES,
+        **fields: Any,
+    ) -> Path:
         data = DataIdentity.of(PromptSource(config.prompts, None, config.seed), config.train.num_epochs)
         given = {
             "attempt": attempt,
@@ -118,7 +125,7 @@ def save(config: ExperimentConfig, run_dir: Path) -> Callable[..., Path]:
             "batch_size": 2,
         }
         state = MasterState(**{**given, **fields})
-        shapes = {f"{model}.{name}": shape for model in models for name, shape in SHAPES.items()}
+        shapes = {f"{model}.{name}": shape for model in models for name, shape in tensors.items()}
         contents = {
             "state-00000.json": msgspec.json.encode({"shapes": shapes, "steps": {}}),
             "master.json": msgspec.json.encode(state),
@@ -307,6 +314,22 @@ class TestMismatches:
         save(step=3, models=("actor", "critic"))
         assert start(with_critic, run_dir)[0] is not None
         assert start(config, run_dir)[0] is not None  # the critic of the checkpoint is not needed
+
+    def test_adapters_are_compared_with_the_layers_that_they_belong_to(self, config, run_dir, save, tmp_path):
+        layers = {f"model.layers.{number}.w": (6, 2) for number in range(2)}
+        weights = {f"{name}.weight": shape for name, shape in layers.items()}
+        parts = {f"{name}.lora_{which}": shape for name in layers for which, shape in (("A", (3, 2)), ("B", (6, 3)))}
+        save(tensors=parts)
+        base = replace(config, model_path=write_model(tmp_path / "base", weights))
+        with_lora = replace(base, train=replace(config.train, lora=LoraConfig(rank=3)))
+        assert start(with_lora, run_dir)[0] is not None
+        self.refused(base, run_dir, "^train.lora: .* was made with adapters of the actor; set it as then")
+        other_rank = replace(base, train=replace(config.train, lora=LoraConfig(rank=4)))
+        self.refused(other_rank, run_dir, "^train.lora.rank=4: .* have rank 3")
+        other = replace(with_lora, model_path=write_model(tmp_path / "other", dict.fromkeys(weights, (6, 4))))
+        self.refused(other, run_dir, r"^model_path=.*has the shape \[6, 4\], not \[6, 2\]")
+        save(step=3)
+        self.refused(with_lora, run_dir, "^train.lora: .* was made without adapters of the actor; leave it out")
 
     def test_a_further_role_that_the_checkpoint_lacks_is_refused(self, config, run_dir, save):
         save()

@@ -3,7 +3,8 @@
 Each part of it is on one device. A part that counts at least is certain:
 
 - Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
-- Each rank of a frozen model holds its share of the weights, in train.dtype.
+- Each rank of a frozen model, or of the frozen base of adapters, holds its share of the weights, in train.dtype. Adapters are not
+  counted. A reference that is the base of the actor has no weights of its own.
 - Each rank of the actor keeps its share of weights, in train.dtype and in main memory, for each model of another worker group
   that follows the actor.
 - A generation server holds weights and KV cache, in generation.dtype. On GPUs SGLang's cache is not counted, because SGLang chooses
@@ -99,7 +100,9 @@ class Part:
 
 def resident_bytes(model: ModelConfig, dtype: str) -> dict[str, int]:
     """Bytes of each parameter of a model, by kind, on all its ranks together. dtype: train.dtype."""
-    if model.trainable:
+    if model.base_of:
+        return {}
+    if model.trainable and model.lora is None:
         return {"parameters": 4, "gradients": 4, "optimizer": 8}
     return {"parameters": 4 if model.float32 else DTYPE_BYTES.get(dtype, 4)}
 
@@ -156,7 +159,7 @@ def sizes_of(specs: Sequence[ProcessSpec], size_of: Callable[[str], ModelSize] =
 
 def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
     for model in config.models:
-        held_here = config.worker.index in model.workers and model.kind != "none"
+        held_here = config.worker.index in model.workers and model.kind != "none" and not model.base_of
         if not held_here:
             continue
         kinds = resident_bytes(model, config.train.dtype)
@@ -168,7 +171,7 @@ def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str,
         if device and model.offload:
             continue
         each = sum(kinds.values())
-        held = "weights, gradients and Adam state" if model.trainable else "weights"
+        held = "weights, gradients and Adam state" if "optimizer" in kinds else "weights"
         share = sizes[model.path].num_parameters * each * ParallelGrid.parse(model.grid).num_copies / len(model.workers)
         remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if device else "")
         side = "training" if config.shares_devices else ""
@@ -185,7 +188,8 @@ def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str,
 def _copied_parts(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
     """Copies of weights and of optimizers in this worker's main memory (model/export.py, model/held_weights.py)."""
     for model in config.models:
-        if model.kind == "none" or not model.trainable or config.worker.index not in model.workers:
+        trains_all = model.kind != "none" and model.trainable and model.lora is None
+        if not trains_all or config.worker.index not in model.workers:
             continue
         own = sizes[model.path].num_parameters / len(model.workers)
         yield Part("a checkpoint", CHECKPOINT_BYTES * own, is_least=False)
@@ -202,7 +206,7 @@ def _copied_parts(config: ModelWorkerConfig, device: str, sizes: Mapping[str, Mo
 def _kept_parts(config: ModelWorkerConfig, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
     """The weights that this worker keeps for models of other worker groups (model/kept_weights.py)."""
     actor, groups = config.models[0], WorkerGroups.of_config(config.worker_groups, config.worker.count)
-    if config.worker.index in actor.workers:
+    if config.worker.index in actor.workers and actor.lora is None:
         for model in config.models[1:]:
             if gets_kept_weights(ModelPlacement.of(model), groups, config.train):
                 num_bytes = sizes[actor.path].num_parameters * DTYPE_BYTES.get(config.train.dtype, 4)
