@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,32 @@ def test_the_quickstart_learns_with_adapters(sorter: Path, tmp_path: Path) -> No
         refused = subprocess.run([*command, adapter], capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert refused.returncode != 0
         assert "holds an adapter" in refused.stderr + refused.stdout
+
+
+@pytest.mark.release
+def test_a_run_that_is_killed_goes_on_with_the_adapters_of_its_checkpoint(tmp_path: Path) -> None:
+    """Its trainer is killed, then all of it. Adapters of actor and critic are those of training on what the lineage has trained."""
+    config = make_tiny_run(tmp_path / "tiny")
+    critic = ("train.critic.minibatches=1", "train.ppo.advantage_norm=batch")
+    overrides = (*WITH_LORA, *critic, "train.critic.optimizer.lr=0.02", f"manager.max_head_offpolicyness={ETA}")
+    often = ("checkpoint.every_steps=1", "train.max_steps=12")
+    with launch(config, *overrides, *often) as run:
+        run.wait_for_step(3, LIMIT_S)
+        run.worker("model_worker/0").kill()
+        run.wait_for_step(6, LIMIT_S)
+        run.signal(signal.SIGKILL, group=True)
+        run.wait(LIMIT_S)
+    with launch(config, *overrides, *often) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert_nothing_left(run.run_dir)
+    found = audit(run.run_dir)
+    assert found.problems == []
+    assert {stretch.attempt for stretch in found.lineage} >= {1, 3}
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    with trained_apart(config, tmp_path / "recorded", *overrides, "train.max_steps=0") as apart:
+        assert apart.wait(LIMIT_S) == 0, apart.output()
+        for name in ("final", "final-critic"):
+            ours, theirs = (load_file(one.run_dir / "checkpoints" / name / TENSORS) for one in (run, apart))
+            assert largest_difference(ours, theirs) < 1e-5
+            assert max(float(tensor.abs().max()) for key, tensor in ours.items() if "lora_B" in key) > 0.05
+        check_versions_of_tokens(recorded, apart.run_dir)

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import AUTO, ExperimentConfig, LoraConfig, PromptSourceConfig, TrainConfig
+from asyncrl.config.schema import AUTO, ExperimentConfig, LoraConfig, PPOConfig, PromptSourceConfig, TrainConfig
+from asyncrl.plan.devices import DEVICES, library_bytes
 from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training, run_tasks
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.testing.tiny import make_tiny_model
@@ -225,3 +226,30 @@ def test_inference_of_a_pipeline_needs_less_than_training_however_many_micro_bat
     ids_and_places, hidden_state = 48, 64 * 4  # bytes of a token; the batch's ids stay on the device
     assert of_many["actor_inf"].peak - of_few["actor_inf"].peak <= ids_and_places * tokens < hidden_state * tokens
     assert of_many["actor_inf"].peak < of_many["actor_train"].peak
+
+
+@pytest.mark.release
+def test_adapters_of_8_billion_parameters_with_their_reference_fit_a_gpu_of_24_gib(tmp_path: Path) -> None:
+    """One GPU, which generation server and model worker use in turns. The reference is the base. The shape is Qwen3-8B's."""
+    shape = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288}
+    shape |= {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    ppo = PPOConfig(kl_coef=0.1, temperature=1.0)
+    train = TrainConfig(
+        dtype="bfloat16", gradient_checkpointing=True, max_tokens_per_mb=4096, ppo=ppo, lora=LoraConfig()
+    )
+    config = ExperimentConfig(
+        model_path=str(tmp_path),
+        allocation="transformers.d1@0+d1@0",
+        prompts=PromptSourceConfig(path="-", max_prompt_length=512),
+        train=train,
+    )
+    (plan,) = plan_training(config, device_type="cuda")
+    assert plan.shards == ["actor:d0p0m0"]
+    assert [step.mfc for step in plan.steps if step.mfc != "advantages"] == ["actor_inf", "ref_inf", "actor_train"]
+    libraries = library_bytes(communicates=True)
+    assert max(plan.peak, plan.load_peak, plan.export_peak) + libraries < 0.9 * DEVICES["rtx4090-24g"].memory
+    assert plan.at_peak["gradients"] < 0.02 * plan.at_peak["parameters"]
+    steps = {step.mfc: step for step in plan.steps}
+    assert steps["actor_train"].model_flops < 2.2 * steps["ref_inf"].model_flops
