@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from asyncrl.architectures.attention import CAUSAL, Pattern
@@ -49,7 +50,7 @@ async def sample(model: str, device: str | torch.device) -> list[tuple[list[int]
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[Copy]]:
     """Lets engines run on DEVICE. Returns the copies of each pass, from its preparation to its results."""
     passes: list[list[Copy]] = []
-    load, control = embedded.AutoModelForCausalLM.from_pretrained, TransformersEngine._in_control
+    load, control = AutoModelForCausalLM.from_pretrained, TransformersEngine._in_control
     loop, update = embedded._Manager._run_generation_loop, ContinuousBatchProcessor.update_batch
 
     def load_on_host(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[Copy]]:
         """It scores with attention of torch that knows no simulated tensors."""
 
     monkeypatch.setattr(TransformersEngine, "_self_check", no_check)
-    monkeypatch.setattr(embedded.AutoModelForCausalLM, "from_pretrained", load_on_host)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_on_host)
     monkeypatch.setattr(TransformersEngine, "_in_control", in_control)
     monkeypatch.setattr(embedded._Manager, "_run_generation_loop", run_loop)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # simulated tensors cannot be tensors of inference

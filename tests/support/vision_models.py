@@ -17,10 +17,14 @@ from tests.support.family_table import default_config
 SINGLE = "model.safetensors"
 
 
-def make_vision_model(path: Path, family: str, *, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def make_vision_model(
+    path: Path, family: str, *, dtype: torch.dtype = torch.bfloat16, depth: int | None = None
+) -> dict[str, Tensor]:
     """Write a checkpoint and a tokenizer. Its head that predicts several tokens (mtp) belongs to no class of transformers, as that
-    of Qwen3.5. Returns the tensors of the checkpoint."""
+    of Qwen3.5. depth: layers of the tower, in Qwen's families. Returns the tensors of the checkpoint."""
     config: Any = small_config(default_config(family))
+    if depth is not None:
+        config.vision_config.depth = depth
     tokenizer = make_char_tokenizer(path)
     config.get_text_config().eos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.get_text_config().bos_token_id = config.bos_token_id = None
