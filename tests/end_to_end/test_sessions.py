@@ -120,57 +120,45 @@ def test_branches_and_sub_agents_are_trained_through_kills(tmp_path: Path) -> No
     assert_nothing_left(run.run_dir)
 
 
-def test_a_program_is_trained(tmp_path: Path) -> None:
-    """A shell script starts a program for each member of a group. Each trajectory has its two answers."""
+def numbers_of_answers(tmp_path: Path, *settings: str) -> list[int]:
+    """Of each trained sequence, after a run of three steps."""
     config = make_tiny_run(tmp_path / "tiny")
     make_tiny_model(
         tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
     )
+    short = (f"rollout.group_size={GROUP}", "rollout.sampling.max_new_tokens=12", "train.max_steps=3")
+    with launch(config, *AHEAD, f"model_path={tmp_path / 'chat'}", *short, *settings) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, 3)
+    assert_nothing_left(run.run_dir)
+    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    return [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
+
+
+def test_a_program_is_trained(tmp_path: Path) -> None:
+    """A shell script starts a program for each member of a group, which asks twice."""
     (tmp_path / "agent.py").write_text(PROGRAM)
     script = tmp_path / "agent.sh"
     script.write_text(f"#!/bin/sh\n{sys.executable} -S {tmp_path}/agent.py\n")
     script.chmod(0o755)
-    settings = [
-        *AHEAD,
-        f"model_path={tmp_path / 'chat'}",
-        f"rollout.tasks.default.agent=command:{script}",
-        f"rollout.group_size={GROUP}",
-        "rollout.sampling.max_new_tokens=12",
-    ]
-    with launch(config, *settings, "train.max_steps=3") as run:
-        assert run.wait(LIMIT_S) == 0, run.output()
-    found = audit(run.run_dir)
-    assert (found.problems, found.complete, found.steps) == ([], True, 3)
-    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
-    answers = [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
+    answers = numbers_of_answers(tmp_path, f"rollout.tasks.default.agent=command:{script}")
     assert answers == [2] * (3 * BATCH * GROUP)
-    assert_nothing_left(run.run_dir)
 
 
-def test_an_environment_of_verifiers_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts are the environment's tasks, which its module writes. Each trajectory has one answer."""
+@pytest.mark.parametrize(("environment", "turns"), [("capitals", 1), ("echoes", 3)])
+def test_an_environment_of_verifiers_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, turns: int
+) -> None:
+    """The prompts are the environment's tasks, which its module writes."""
     environments = str(Path(__file__).parents[1] / "environments")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [environments, os.environ.get("PYTHONPATH", "")])))
-    config = make_tiny_run(tmp_path / "tiny")
-    make_tiny_model(
-        tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
-    )
-    write = [sys.executable, "-m", "asyncrl.rollout.verifiers_episode", "capitals"]
+    write = [sys.executable, "-m", "asyncrl.rollout.verifiers_episode", environment]
     tasks = subprocess.run(write, check=True, capture_output=True, timeout=LIMIT_S).stdout
     (tmp_path / "tasks.jsonl").write_bytes(tasks * 16)
-    settings = [
-        *AHEAD,
-        f"model_path={tmp_path / 'chat'}",
+    answers = numbers_of_answers(
+        tmp_path,
         f"prompts={{path: {tmp_path}/tasks.jsonl, prompt_key: text}}",
-        "rollout.tasks.default.agent=verifiers:capitals",
-        f"rollout.group_size={GROUP}",
-        "rollout.sampling.max_new_tokens=12",
-    ]
-    with launch(config, *settings, "train.max_steps=3") as run:
-        assert run.wait(LIMIT_S) == 0, run.output()
-    found = audit(run.run_dir)
-    assert (found.problems, found.complete, found.steps) == ([], True, 3)
-    recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
-    answers = [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
-    assert answers == [1] * (3 * BATCH * GROUP)
-    assert_nothing_left(run.run_dir)
+        f"rollout.tasks.default.agent=verifiers:{environment}",
+    )
+    assert answers == [turns] * (3 * BATCH * GROUP)
