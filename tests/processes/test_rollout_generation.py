@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.generation.transformers import TransformersEngine
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from tests.support.services import make_services
@@ -27,8 +29,8 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     reached, paused = threading.Event(), threading.Event()
     count_pass, pause = TransformersEngine._count_pass, TransformersEngine.pause
 
-    def count_and_wait(engine: TransformersEngine, num_new_tokens: int, num_query_tokens: int) -> None:
-        count_pass(engine, num_new_tokens, num_query_tokens)
+    def count_and_wait(engine: TransformersEngine, num_new_tokens: Mapping[WeightVersion | None, int]) -> None:
+        count_pass(engine, num_new_tokens)
         if engine._checked and engine._num["steps"] >= PASSES:  # the self-check at the start has passes of its own
             reached.set()
             assert paused.wait(LIMIT_S)

@@ -261,9 +261,14 @@ async def test_a_fault_of_every_pass_is_found_at_the_start(
 
 async def test_a_version_that_is_gone_serves_no_token(run: Run, model_path: Path) -> None:
     async with running(model_path, run) as (engine, loads):
+
+        def lose() -> None:
+            with engine._manager.pause():  # between two passes
+                engine._versions._older.clear()
+
         old = await begun(engine, "old")
         await loads.load(run.path(1), WeightVersion(1, 1))
-        engine._versions._older.clear()
+        await engine._in_control(lose)
         with pytest.raises(EngineFailed, match="weight version a0001-v00000000 is not loaded"):
             await old
 
