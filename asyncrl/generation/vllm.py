@@ -143,6 +143,7 @@ def server_environment(
         "VLLM_RPC_BASE_PATH": tmp,
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds; the client closes idle connections first, also if it is held up
         "HF_HUB_OFFLINE": "1",  # a path that it does not find is no repository
     }
     if adapters:
