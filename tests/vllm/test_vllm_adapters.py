@@ -70,7 +70,7 @@ async def test_each_token_is_of_the_adapter_that_it_names(
         prompts = [make_prompt(rng, rng.choice([3, 20, 300])) for _ in range(10)]
         asked = [asyncio.ensure_future(respond(engine, f"r{i}", prompt, LONG)) for i, prompt in enumerate(prompts)]
         for mode, version in (("abort", V1), ("retract", V2), ("retract", V3)):
-            await counter.reaches(counter.count + 1000)
+            await counter.reaches(counter.count + 300)
             await engine.pause(mode)
             await within(loads.load(store.path(version), version))
             assert await adapters_of(engine) == [str(version)]

@@ -31,7 +31,7 @@ from tests.support.real_servers import ServerInThread
 from tests.support.server_load import Counter, close_to, make_prompt, respond, within
 from tests.support.weight_store import V0, V1, V2, V3, WeightStore
 
-LONG = SamplingParams(max_new_tokens=2400, ignore_eos=True)  # still runs when a delayed test acts: vLLM is fast
+LONG = SamplingParams(max_new_tokens=3400, ignore_eos=True)  # still runs when a delayed test acts: vLLM is fast
 ENDING = SamplingParams(max_new_tokens=200)
 
 
