@@ -142,6 +142,8 @@ class ChatEndpoint:
         try:
             fields = fields_of(await http.read(), session.rules)
             request = chat_request(dialect.chat_fields(fields, session.conversation), session.rules)
+            if request.num_answers > 1 and not dialect.gives_several:
+                raise RequestError(f"n={request.num_answers}: {dialect.path} gives one answer; remove it", param="n")
         except RequestError as error:
             raise session.refused(error) from None
         except web.HTTPRequestEntityTooLarge:

@@ -94,6 +94,7 @@ async def test_anthropics_stops_and_limits(speaker: Speaker) -> None:
     ("fields", "told"),
     [
         ({"extra_body": {"temperature": 0.5}}, r"this run samples with rollout.sampling.temperature=1"),
+        ({"extra_body": {"n": 2}}, r"n=2: /v1/messages gives one answer"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, r"thinking=.*: this field is not supported"),
         ({"tool_choice": {"type": "any"}, "tools": ANTHROPIC_TOOLS}, r"the policy decides"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"a tool of type 'bash_20250124'"),
@@ -174,6 +175,8 @@ async def test_a_response_that_is_cut_or_refused(speaker: Speaker) -> None:
         ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search'"),
         ({"include": ["message.output_text.logprobs"]}, "include=.*not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "only text is sampled"),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, "text=.*not supported"),
+        ({"extra_body": {"n": 2}}, "n=2: /v1/responses gives one answer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
     ):
         with pytest.raises(openai.BadRequestError, match=told):

@@ -48,6 +48,7 @@ class OpenAIChat(Dialect):
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
     events = ChatEvents
+    gives_several = True
 
     def body(self, reply: Reply, answers: Sequence[Answer]) -> dict[str, Any]:
         return {

@@ -112,7 +112,7 @@ class OpenAIResponses(Dialect):
         if "tools" in asked:
             asked["tools"] = [_tool(tool) for tool in list_of_objects(asked["tools"], "tools")]
         text = asked.get("text")
-        if isinstance(text, Mapping):
+        if isinstance(text, Mapping) and text.keys() <= {"format"}:  # with other fields it is refused
             del asked["text"]
             if "format" in text:
                 asked["response_format"] = text["format"]
