@@ -23,8 +23,10 @@ import msgspec
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
+from asyncrl.runtime.background import gather_or_cancel
 from asyncrl.runtime.process import python_module
 
+_MAX_PROGRAMS = 64  # that run at the same time, per task and worker; further ones wait for the end of one
 _READ_BYTES = 1 << 16
 _SHOWN_CHARS = 2_000
 _END_LIMIT_S = 10.0  # for killing the program and its descendants
@@ -33,7 +35,8 @@ _END_LIMIT_S = 10.0  # for killing the program and its descendants
 class CommandAgent(ChatAgent):
     """Runs a command for each member of a group.
 
-    waits for: the end of the program, or of its output.  unblocked by: it, its limits, the end of the rollout.
+    waits for: a place among the programs that run; the end of the program, or of its output.  unblocked by: the programs, their
+    limits, the end of the rollout.
     """
 
     judges_itself = False
@@ -53,8 +56,13 @@ class CommandAgent(ChatAgent):
         if limit_s <= 0 or output_bytes < 1:
             raise ValueError(f"limit_s={limit_s} and output_bytes={output_bytes} must be positive")
         self._limit_s, self._output_bytes = limit_s, output_bytes
+        self._places = asyncio.Semaphore(_MAX_PROGRAMS)
 
     async def chat(self, session: ChatSession, prompt: Prompt) -> None:
+        async with self._places:
+            await self._run(session, prompt)
+
+    async def _run(self, session: ChatSession, prompt: Prompt) -> None:
         environment = os.environ | {
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
@@ -71,7 +79,8 @@ class CommandAgent(ChatAgent):
         )
         try:
             async with asyncio.timeout(self._limit_s):
-                _, told = await asyncio.gather(_write(program, msgspec.json.encode(about)), self._read(program))
+                written = _write(program, msgspec.json.encode(about))
+                _, told = await gather_or_cancel([written, self._read(program)])
                 code = await program.wait()
         except TimeoutError:
             raise RolloutRejected("agent_timeout", f"{self._name} took more than {self._limit_s:g} s") from None

@@ -19,6 +19,7 @@ from test_openai_api import LIMIT_S, SERVICES, TOKENIZER
 from asyncrl.config.import_object import adapted
 from asyncrl.config.schema import ConfigError, TaskConfig
 from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rollout import command_agent
 from asyncrl.rollout.command_agent import CommandAgent
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollouts import load_class
@@ -95,6 +96,17 @@ async def test_what_the_program_reads(endpoint: ChatEndpoint, tmp_path: Path) ->
     await play(agent(python(code)), endpoint)
     read = json.loads((tmp_path / "read").read_text())
     assert read == {"prompt_id": "e0-p0", "member": 0, "text": "", "row": PROMPT.row}
+
+
+async def test_a_bounded_number_of_programs_runs_at_the_same_time(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command_agent, "_MAX_PROGRAMS", 1)
+    (tmp_path / "agent.sh").write_text(
+        f"mkdir {tmp_path}/alone || exit 9\n{SHELL}\nsleep 0.3\nrmdir {tmp_path}/alone\n"
+    )
+    sample = await play(agent(["bash", str(tmp_path / "agent.sh")], group_size=3), endpoint)
+    assert sample.data["rewards"].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize(
