@@ -40,29 +40,43 @@ def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[
 
 
 async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, Any]) -> float:
-    environment, tasks = _loaded(json.dumps(settings, sort_keys=True))
+    environment = _loaded(json.dumps(settings, sort_keys=True))
     os.environ[_KEY] = address["api_key"]
     client = vf.EvalClientConfig(base_url=address["base_url"], api_key_var=_KEY)
     async with environment.serving():
-        episode = await environment.run_episode(tasks[index], vf.ModelContext("policy", client, vf.Sampling()))
+        episode = await environment.run_episode(
+            _task(environment, index), vf.ModelContext("policy", client, vf.Sampling())
+        )
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or errors:
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
-    seats = [trace for trace in episode.traces if environment._agent_specs[trace.agent.name].client is None]
+    roles = agent_config_fields(environment.config)
+    seats = [trace for trace in episode.traces if roles[trace.agent.name].client is None]
     if len(seats) != 1 or not seats[0].agent.trainable:
         told = ", ".join(f"{trace.agent.name}{'' if trace.agent.trainable else ' (not trained)'}" for trace in seats)
         raise RuntimeError(
             f"the policy played the seats {told or 'none'}; it must play one seat, which is trained. Give the others a client of "
-            "their own (agent_args.settings.config.<seat>.client)"
+            "their own (agent_args.config.<seat>.client)"
         )
     return float(seats[0].reward)
 
 
 @functools.cache
-def _loaded(settings: str) -> tuple[Any, list[Any]]:
+def _loaded(settings: str) -> Any:
     given = json.loads(settings)
-    environment = load_environment(_config(given["environment"], given.get("config", {})))
-    return environment, list(environment.taskset)
+    return load_environment(_config(given["environment"], given.get("config", {})))
+
+
+def _task(environment: Any, index: int) -> Any:
+    """A process keeps the tasks of a bounded set, and makes those of another one anew up to this task."""
+    if environment.taskset.bounded:
+        return _tasks(environment)[index]
+    return next(itertools.islice(environment.taskset, index, None))
+
+
+@functools.cache
+def _tasks(environment: Any) -> list[Any]:
+    return list(environment.taskset)
 
 
 def _config(name: str, given: Mapping[str, Any]) -> Any:

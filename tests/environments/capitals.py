@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
@@ -17,9 +18,17 @@ class Capitals(vf.Task[Data]):
         return float(trace.last_reply.strip() == self.data.word.upper())
 
 
-class CapitalsSet(vf.Taskset[Capitals, vf.TasksetConfig]):
+class CapitalsConfig(vf.TasksetConfig):
+    endless: bool = False
+
+
+class CapitalsSet(vf.Taskset[Capitals, CapitalsConfig]):
+    @property
+    def INFINITE(self) -> bool:  # type: ignore[override]
+        return self.config.endless
+
     def load(self) -> Iterator[Capitals]:
-        for word in ("hi", "ho"):
+        for word in itertools.cycle(("hi", "ho")) if self.config.endless else ("hi", "ho"):
             yield Capitals(Data(prompt=word, word=word), self.config.task)
 
 

@@ -134,6 +134,13 @@ async def test_an_environment_of_verifiers(endpoint: ChatEndpoint, monkeypatch: 
 
 
 @pytest.mark.release
+async def test_an_environment_whose_tasks_never_end(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    sample = await collect(verifiers("capitals", config={"taskset": {"endless": True}}), endpoint, index=1001)
+    assert TOKENIZER.decode(sample.slices("packed_input_ids")[0][0]).endswith("HO<|im_end|>")
+
+
+@pytest.mark.release
 async def test_several_turns_of_an_environment(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     sample = await collect(verifiers("echoes"), endpoint, index=0)
