@@ -63,7 +63,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
     sys.path[:] = hello.get("sys_path") or [*sys.path, hello["package"]]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    function = _load(hello["spec"], control)
+    function = _load(hello["spec"], hello["form"], control)
     if function.is_async:
         import asyncio  # noqa: F401 - imported once, for all judges
     gc.collect()
@@ -92,14 +92,14 @@ def _be_nursery(control: socket.socket) -> NoReturn:
                 end_all()
 
 
-def _load(spec: str, control: socket.socket) -> Any:
+def _load(spec: str, form: dict[str, Any], control: socket.socket) -> Any:
     """Import the user's function. On failure, report the error to the worker and end this process."""
     from asyncrl.config.import_object import no_terminal
-    from asyncrl.rewards.reward_function import RewardFunction
+    from asyncrl.rewards.reward_function import Form, RewardFunction
 
     sys.breakpointhook = no_terminal
     try:
-        return RewardFunction.import_from(spec)
+        return RewardFunction.import_from(spec, Form(**form))
     except BaseException as error:
         kind = "config" if type(error).__name__ == "ConfigError" else "error"
         text = str(error) if kind == "config" else "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]

@@ -25,12 +25,14 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.config.schema import ConfigError
 from asyncrl.config.sources import code_of
 from asyncrl.protocol.errors import MAX_UNKNOWN
+from asyncrl.rewards.reward_function import REWARD, Form
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.user_output import MAX_BYTES, Pump
 
@@ -134,6 +136,7 @@ class Judges:
         most: int,
         most_async: int,
         logger: logging.Logger,
+        form: Form = REWARD,
         python: str = "",
         max_tries: int = _MAX_TRIES,
         output: int | None = None,
@@ -145,16 +148,16 @@ class Judges:
     ) -> None:
         """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
-        memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. python:
-        the interpreter of the processes, which then has its own packages; "": this one. max_tries: of a call whose judge dies, or
-        is lost, in each try. output: the file descriptor for what the function prints; None: this process's stdout.
-        max_output_bytes: of a nursery and its judges; the rest is dropped and counted. death_limit_s: after a judge has closed its
-        connection, wait this long for the nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed,
-        wait this long until the nursery and all its descendants have ended.
+        form: how the function is called. memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an
+        `async def`, which mostly waits. python: the interpreter of the processes, which then has its own packages; "": this one.
+        max_tries: of a call whose judge dies, or is lost, in each try. output: the file descriptor for what the function prints;
+        None: this process's stdout. max_output_bytes: of a nursery and its judges; the rest is dropped and counted. death_limit_s:
+        after a judge has closed its connection, wait this long for the nursery's report of how it ended. end_limit_s: after the
+        socket to the nursery is closed, wait this long until the nursery and all its descendants have ended.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
-        self._python, self._max_tries = python, max_tries
+        self._form, self._python, self._max_tries = form, python, max_tries
         self._logger = logger
         self._output, self._max_output_bytes, self._clock = output, max_output_bytes, clock
         self._free: list[_Judge] = []
@@ -295,7 +298,7 @@ class Judges:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(__file__).with_name("judge_main.py"))
         # A pipe bounds what users' code prints, also below Python and in processes that it starts
-        pump = self._pump = Pump(self._output, f"the reward {self.spec}", self._max_output_bytes)
+        pump = self._pump = Pump(self._output, f"the {self._form.what} {self.spec}", self._max_output_bytes)
         with theirs, contextlib.closing(pump):
             nursery = subprocess.Popen(
                 # The spec is for `ps` and fault injection
@@ -316,7 +319,7 @@ class Judges:
         package = str(
             Path(__file__).parents[2]
         )  # another interpreter has its own path, and imports only asyncrl from this one
-        hello = {"spec": self.spec, "memory_bytes": self._memory_bytes, "package": package}
+        hello = {"spec": self.spec, "form": asdict(self._form), "memory_bytes": self._memory_bytes, "package": package}
         hello |= {} if self._python else {"sys_path": sys.path}
         control.settimeout(_START_LIMIT_S)
         try:
@@ -335,7 +338,7 @@ class Judges:
             if "config" in reply:
                 raise ConfigError(reply["config"])
             text = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
-            raise ConfigError(f"reward {self.spec!r} cannot be imported: {text}")
+            raise ConfigError(f"{self._form.what} {self.spec!r} cannot be imported: {text}")
         control.setblocking(False)
         is_async, arguments = reply["ready"]
         return is_async, tuple(arguments)

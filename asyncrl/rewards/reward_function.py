@@ -12,9 +12,20 @@ from asyncrl.config.errors import ConfigError
 from asyncrl.config.import_object import import_object
 from asyncrl.rewards.score import Score
 
-OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # the largest float32: rewards travel as float32, where larger ones become infinite
 _MAX_SHOWN = 200  # characters of an invalid reward that a message shows
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a user's function is called, and what messages call it."""
+
+    what: str
+    arguments: tuple[str, ...]  # by position
+    optional: tuple[str, ...] = ()  # by keyword, if the function accepts them
+
+
+REWARD = Form("reward", ("prompt", "completion", "answer"), ("finished", "task", "row"))
 
 
 @dataclass(frozen=True)
@@ -27,15 +38,15 @@ class RewardFunction:
     arguments: tuple[str, ...]
 
     @classmethod
-    def import_from(cls, spec: str) -> RewardFunction:
-        """Import the function at this import path. Raises ConfigError if it does not exist, is not callable, or cannot be called as
-        (prompt, completion, answer). Errors raised by the user's module pass through."""
-        function = import_object(spec, "reward")
+    def import_from(cls, spec: str, form: Form = REWARD) -> RewardFunction:
+        """Import the function at this import path. Raises ConfigError if it does not exist, is not callable, or cannot be called in
+        this form. Errors raised by the user's module pass through."""
+        function = import_object(spec, form.what)
         if not callable(function):
-            raise ConfigError(f"reward {spec!r} is {function!r}, which is not callable; name a function")
-        _check_signature(spec, function)
+            raise ConfigError(f"{form.what} {spec!r} is {function!r}, which is not callable; name a function")
+        _check_signature(spec, function, form)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        return cls(spec, function, is_async, _optional_arguments(function))
+        return cls(spec, function, is_async, _optional_arguments(function, form))
 
 
 def as_reward(value: Any) -> float | None:
@@ -57,30 +68,30 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
-def _check_signature(spec: str, function: Callable[..., Any]) -> None:
+def _check_signature(spec: str, function: Callable[..., Any], form: Form) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return
     try:
-        signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
+        signature.bind(*form.arguments, **dict.fromkeys(_optional_arguments(function, form)))
     except TypeError as error:
+        optional = f", and may also accept the keywords {', '.join(form.optional)}" if form.optional else ""
         raise ConfigError(
-            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may also "
-            f"accept the keywords {', '.join(OPTIONAL_ARGUMENTS)}"
+            f"{form.what} {spec!r} has the signature {signature}: {error}; it is called as ({', '.join(form.arguments)}){optional}"
         ) from None
 
 
-def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+def _optional_arguments(function: Callable[..., Any], form: Form) -> tuple[str, ...]:
     """The optional keyword arguments that the function accepts."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature
         return ()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return OPTIONAL_ARGUMENTS
+        return form.optional
     return tuple(
         name
-        for name in OPTIONAL_ARGUMENTS
+        for name in form.optional
         if name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
     )

@@ -16,9 +16,11 @@ from typing import Any
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.reward_function import Form
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 
 _LOGGER = logging.getLogger(__name__)
+_EPISODE = Form("function of episodes", ("settings", "item", "address"))
 
 
 class EpisodeAgent(ChatAgent):
@@ -84,6 +86,7 @@ def _judges(play: str, python: str, memory_bytes: int, processes: int) -> Judges
     """The processes of a worker's agents; those for training and evaluations share them. They end with the worker."""
     return Judges(
         play,
+        form=_EPISODE,
         memory_bytes=memory_bytes,
         most=processes,
         most_async=processes,

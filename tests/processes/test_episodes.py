@@ -15,7 +15,7 @@ import pytest
 from test_chat_agent import PROMPT, SAMPLING, Judge, echo
 from test_openai_api import EOS, SERVICES, TOKENIZER, VERSION
 
-from asyncrl.config.schema import SamplingConfig
+from asyncrl.config.schema import ConfigError, SamplingConfig
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout import episodes
@@ -92,6 +92,15 @@ async def test_a_python_without_asyncrls_packages_plays(endpoint: ChatEndpoint, 
     sample = await collect(made, endpoint, say="hi")
     assert sample.data["rewards"].tolist() == [1.0, 1.0]
     assert TOKENIZER.decode(sample.slices("packed_input_ids")[0][0]).endswith("HI<|im_end|>")
+
+
+async def test_a_function_of_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text("def play(settings, item): ...")
+    told = r"function of episodes .* it is called as \(settings, item, address\)$"
+    with pytest.raises(ConfigError, match=told):
+        agent(f"{tmp_path}/library.py:play")
+    with pytest.raises(ConfigError, match=r"there is no module 'no_such_library'"):
+        agent("no_such_library:play")
 
 
 @pytest.mark.parametrize(

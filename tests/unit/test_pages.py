@@ -201,7 +201,7 @@ def test_the_page_describes_the_arguments_of_rewards() -> None:
     python = "".join(blocks("python"))
     judged = re.search(r"async def judged\((.*?)\)", python)
     assert judged
-    assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward_function.OPTIONAL_ARGUMENTS)
+    assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward_function.REWARD.optional)
     assert inspect.iscoroutinefunction(reward.Reward.score)
 
 
