@@ -58,7 +58,7 @@ class EngineTraits:
     cpu_tied_limit: str = ""  # why it cannot serve a model with tied embeddings on a CPU; "": it can
 
 
-_NO_ADAPTERS = "SGLang's adapters are not proven: on a CPU SGLang 0.5.23 cannot load any"
+_NO_ADAPTERS = "SGLang's adapters were not compared with peft's"
 DEFAULT_ENGINE = "transformers"
 # Allocations name the engine, as in `sglang.d2p1m1+d2p1m1`
 ENGINES = {

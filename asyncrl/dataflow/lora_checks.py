@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig, fetches_weights
 from asyncrl.config.validation import Problem, problems_among
+from asyncrl.dataflow.axes import MATRICES
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.weights.adapter import ALL_LINEAR
 
@@ -54,6 +55,17 @@ def problems_of_lora(config: ExperimentConfig, allocation: Allocation) -> Iterat
                 generates.program is not None and bool(allocation.shared_workers or allocation.until),
                 "allocation",
                 f"shared devices or phases with the engine {allocation.engine} {_UNPROVEN}; use devices of their own and one phase",
+            ),
+            (
+                generates.program is not None and allocation.generation.parts(MATRICES) > 1,
+                "allocation",
+                f"tensor ranks of the engine {allocation.engine} {_UNPROVEN}; use m1 for generation, or transformers",
+            ),
+            (
+                generates.program is not None and fetches_weights(config),
+                "weights.fetch",
+                f"with the engine {allocation.engine} it {_UNPROVEN}; set it to off, with a folder that all hosts see, or use "
+                "transformers",
             ),
             (
                 weights.full_every > 1,

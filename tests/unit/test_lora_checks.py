@@ -37,7 +37,7 @@ CONFIG = ExperimentConfig(
 def test_adapters_alone_are_accepted() -> None:
     validate(CONFIG)
     validate(set_fields(CONFIG, {"train.ppo.kl_coef": 0.1, "allocation": "transformers.d2+d2p2m2c2"}))
-    validate(set_fields(CONFIG, {"allocation": "vllm.d2m2+d2", "train.lora.rank": 512}))
+    validate(set_fields(CONFIG, {"allocation": "vllm.d2+d2", "train.lora.rank": 512}))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,8 @@ def test_adapters_alone_are_accepted() -> None:
             {"allocation": "vllm.d1@0+d1@0", "manager.max_head_offpolicyness": 0},
             "shared devices or phases with the engine vllm is not proven",
         ),
+        ({"allocation": "vllm.d2m2+d2"}, "tensor ranks of the engine vllm is not proven"),
+        ({"weights.fetch": "on"}, "weights.fetch='on': with the engine vllm it is not proven"),
         ({"generation.interrupt": "in_place"}, "a request keeps the adapter with which it began"),
         ({"weights.verify_logprobs": False}, "is silent about tensors of an adapter that it does not use"),
         ({"generation.server_args": {"lora-modules": "x=/x"}}, "use train.lora.start"),
