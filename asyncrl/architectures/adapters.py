@@ -42,12 +42,9 @@ class Adapters:
 
     lora: LoraConfig
     base: str  # path of the base model
-    shapes: dict[
-        str, torch.Size
-    ]  # of all matrices, by the names of the model's parameters; also of other ranks' stages
-    heads: list[str] = field(
-        default_factory=list
-    )  # parameters of a value model's output layer, which is trained in full
+    # Of all matrices, by the names of the model's parameters; also of other ranks' stages
+    shapes: dict[str, torch.Size]
+    heads: list[str] = field(default_factory=list)  # parameters of a value model's output layer, trained in full
     enabled: bool = True  # off: the model computes as its base does, bit for bit
     # Of a layer whose inputs are split over tensor ranks: adds up the ranks' parts of A x
     sums: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)

@@ -104,7 +104,7 @@ class ModelMesh:
     def label(self, names: Collection[str]) -> str:
         """The name of a group in reports and plans: the axes along which its ranks differ, or `model` for all of them."""
         axes = self.placement.topology.axes
-        if len(names) == len(axes) and {*names} == {*axes}:
+        if {*names} == {*axes}:
             return "model"
         return "_".join(axis for axis in (*axes, *sorted({*names} - {*axes})) if axis in names)
 

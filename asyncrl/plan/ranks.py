@@ -110,9 +110,8 @@ def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC
         raise PlanError(f"allocation={config.allocation}: {error}") from error
     order = {name: number for number, name in enumerate(graph.order)}
     models = models_of(placements, mfcs, config.train, config.model_path)
-    computes = {
-        model.name: model.base_of or model.name for model in models
-    }  # the base of adapters is no model of its own
+    # The base of adapters is no model of its own
+    computes = {model.name: model.base_of or model.name for model in models}
     on_gpus = [replace(mfc, model=computes[mfc.model]) for mfc in mfcs if MFCDef.of(mfc).has_model]
     own = [model for model in models if model.kind != "none" and not model.base_of]
     return own, sorted(on_gpus, key=lambda mfc: order[mfc.name])

@@ -316,9 +316,8 @@ class Judges:
         self, nursery: subprocess.Popen[bytes], control: socket.socket
     ) -> tuple[bool, tuple[str, ...]]:
         """Wait until the nursery has imported the user's module. Blocks the thread, just as an import in this process would."""
-        package = str(
-            Path(__file__).parents[2]
-        )  # another interpreter has its own path, and imports only asyncrl from this one
+        # Another interpreter has its own path, and imports only asyncrl from this one
+        package = str(Path(__file__).parents[2])
         hello = {"spec": self.spec, "form": asdict(self._form), "memory_bytes": self._memory_bytes, "package": package}
         hello |= {} if self._python else {"sys_path": sys.path}
         control.settimeout(_START_LIMIT_S)

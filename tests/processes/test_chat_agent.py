@@ -72,8 +72,9 @@ class Judge(Env):
         Judge.open -= 1
 
 
-@pytest.fixture
-async def endpoint() -> AsyncIterator[ChatEndpoint]:
+@contextlib.asynccontextmanager
+async def open_endpoint() -> AsyncIterator[ChatEndpoint]:
+    """All environments and sessions of the test must be closed at its end."""
     made = ChatEndpoint(SERVICES)
     await made.start("127.0.0.1")
     Judge.open = 0
@@ -81,6 +82,12 @@ async def endpoint() -> AsyncIterator[ChatEndpoint]:
     await made.close()
     assert Judge.open == 0
     assert SERVICES.board.snapshot().queues["chat sessions"] == 0
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ChatEndpoint]:
+    async with open_endpoint() as made:
+        yield made
 
 
 async def collect(

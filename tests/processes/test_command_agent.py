@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_chat_agent import PROMPT, SAMPLING, Judge, echo
-from test_openai_api import LIMIT_S, SERVICES, TOKENIZER
+from test_chat_agent import PROMPT, SAMPLING, Judge, echo, open_endpoint
+from test_openai_api import LIMIT_S, TOKENIZER
 
 from asyncrl.config.import_object import adapted
 from asyncrl.config.schema import ConfigError, TaskConfig
@@ -38,12 +38,8 @@ grep -q HI <&3
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[ChatEndpoint]:
-    made = ChatEndpoint(SERVICES)
-    await made.start("127.0.0.1")
-    Judge.open = 0
-    yield made
-    await made.close()
-    assert Judge.open == 0
+    async with open_endpoint() as made:
+        yield made
 
 
 def agent(command: list[str], *, group_size: int = 1, **args: Any) -> CommandAgent:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_chat_agent import PROMPT, SAMPLING, Judge, echo
-from test_openai_api import EOS, SERVICES, TOKENIZER, VERSION
+from test_chat_agent import PROMPT, SAMPLING, Judge, echo, open_endpoint
+from test_openai_api import EOS, TOKENIZER, VERSION
 
 from asyncrl.config.schema import ConfigError, SamplingConfig
 from asyncrl.rewards.outcome import RolloutReleased
@@ -41,12 +41,8 @@ def play(settings, item, address):
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[ChatEndpoint]:
-    made = ChatEndpoint(SERVICES)
-    await made.start("127.0.0.1")
-    Judge.open = 0
-    yield made
-    await made.close()
-    assert Judge.open == 0
+    async with open_endpoint() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
