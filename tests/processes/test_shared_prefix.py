@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ ON = TrainConfig(max_tokens_per_mb=400, logprob_chunk_tokens=64, optimizer=OPTIM
 OFF = replace(ON, share_prefix="off")
 # The small copy of Qwen3.5 enlarges a change of its embeddings in the last place to 2e-4 nats
 RTOL = {"qwen3_5_text": 1e-4}
+Shared = list[tuple[int, int]]  # of each sequence, as in attention.row_of
 # Plain; grouped heads with norms; sinks and windows; soft caps and windows; windows; layers with a state; experts
 FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "qwen3_5_text", "lfm2", "qwen3_moe")
 
@@ -183,19 +184,32 @@ def test_auto_shares_where_that_saves_enough(path_of: Callable[[str], Path], pro
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
-def a_suffix_sees_another(patch: pytest.MonkeyPatch) -> None:
-    """The last two suffixes of a row attend as one segment."""
+def with_layout(
+    patch: pytest.MonkeyPatch, change: Callable[[list[int], Shared], tuple[list[int], Sequence[tuple[int, int]]]]
+) -> None:
+    """Layers get another layout of rows with shared prefixes. change: of the lengths, and of what each sequence shares."""
     of = attention.Segments.of.__func__  # type: ignore[attr-defined]
 
-    def merged(cls: Any, lengths: Any, **options: Any) -> Any:
-        found = of(cls, lengths, **options)
-        if found.shared is None:
-            return found
-        *first, one, other = found.cu_seqlens.diff().tolist()
-        row = of(cls, [*first, one + other])
-        return replace(found, rectangles=row.rectangles, places=row.places)
+    def changed(cls: Any, lengths: Any, *, shared: Any = (), **options: Any) -> Any:
+        if any(num for _, num in shared):
+            lengths, shared = change(list(lengths), list(shared))
+        return of(cls, lengths, shared=shared, **options)
 
-    patch.setattr(attention.Segments, "of", classmethod(merged))
+    patch.setattr(attention.Segments, "of", classmethod(changed))
+
+
+def a_suffix_sees_another(patch: pytest.MonkeyPatch) -> None:
+    """The last two suffixes of one prefix in a row are one suffix."""
+
+    def merged(lengths: list[int], shared: Shared) -> tuple[list[int], Shared]:
+        siblings = [i for i, (one, following) in enumerate(pairwise(shared)) if one == following and one[1]]
+        if not siblings:
+            return lengths, shared
+        at = siblings[-1]
+        lengths[at] += lengths.pop(at + 1) - shared.pop(at + 1)[1]
+        return lengths, [(source - (source > at), num) for source, num in shared]
+
+    with_layout(patch, merged)
 
 
 def positions_continue(patch: pytest.MonkeyPatch) -> None:
@@ -216,24 +230,19 @@ def positions_continue(patch: pytest.MonkeyPatch) -> None:
 
 def a_state_runs_on(patch: pytest.MonkeyPatch) -> None:
     """Layers with a state compute a row with shared prefixes as one sequence."""
-    in_rectangles = states.in_rectangles
+    separately = states._separately
 
-    def as_one(self: Any, compute: Callable[..., torch.Tensor], row: Any) -> torch.Tensor:
-        return compute(*row, attention.Segments.of([len(row[0])]))
+    def as_one(*arguments: Any, segments: Any = None, **options: Any) -> torch.Tensor:
+        if segments is not None and segments.shared is not None:
+            segments = attention.Segments.of([segments.num_tokens])
+        return separately(*arguments, segments=segments, **options)
 
-    assert in_rectangles is attention.in_rectangles
-    patch.setattr(attention.SharedPrefixes, "written_out", as_one)
+    patch.setattr(states, "_separately", as_one)
 
 
 def suffixes_forget_the_prefix(patch: pytest.MonkeyPatch) -> None:
-    """The part of attention to the prefix is left out."""
-    patch.setattr(
-        attention,
-        "_in_two_parts",
-        lambda q, k, v, segments, scaling: attention._in_rectangles(
-            q, k, v, segments, attention._Terms(attention.CAUSAL, scaling, None, None)
-        ),
-    )
+    """Suffixes begin with nothing before them."""
+    with_layout(patch, lambda lengths, shared: ([n - num for n, (_, num) in zip(lengths, shared, strict=True)], ()))
 
 
 FAULTS = [
