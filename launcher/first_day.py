@@ -27,6 +27,7 @@ FIRST_STEPS = 2  # compile kernels and fill caches, so they are not measured
 
 
 BROADCAST = "broadcast"
+_REPLAY = "train.routes=replay"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ RUNS = (
     Run("sglang", 2, ("allocation=sglang.d1+d1",)),
     Run("tensor ranks", 3, ("allocation=transformers.d1+m2",)),
     Run("context ranks", 3, ("allocation=transformers.d1+c2",)),
-    Run("experts", 5, ("allocation=transformers.d1+d4e2",), has_experts=True),
-    Run("experts and context ranks", 5, ("allocation=transformers.d1+d2c2e2",), has_experts=True),
+    Run("experts", 5, ("allocation=transformers.d1+d4e2", _REPLAY), has_experts=True),
+    Run("experts and context ranks", 5, ("allocation=transformers.d1+d2c2e2", _REPLAY), has_experts=True),
     # Synchronous, so that each step needs the version that was broadcast before it
     Run(
         BROADCAST,

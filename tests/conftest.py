@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items):
         folder, *_, name = item.path.relative_to(TESTS).parts
         if (folder == "end_to_end" and name not in FAST_RUNS) or name in LONG_FILES.get(folder, ()):
             item.add_marker("full")
-        if "gpu" in item.keywords and not has_gpu:
+        if item.get_closest_marker("gpu") and not has_gpu:  # keywords have the names of folders, too
             item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))
 
 

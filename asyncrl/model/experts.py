@@ -60,7 +60,7 @@ def split_experts(model: nn.Module, mesh: ModelMesh, dtype: torch.dtype | None, 
     for module in filter(is_experts, model.modules()):
         for key, parameter in list(module.named_parameters()):
             setattr(module, key, _part_of(parameter, between, mesh.parts[EXPERTS]))
-        module.forward = partial(_forward, module, mesh.group_that_splits(EXPERTS), values_of)
+        module.forward = partial(forward_split, module, mesh.group_that_splits(EXPERTS), values_of)
         # Scores keep their dtype: some routers have them in float32
         apply_data_parallel(module, peers, dtype, casts_inputs=False)
 
@@ -84,7 +84,7 @@ class _Own:
         return value.to_local().to(self._dtype) if isinstance(value, DTensor) else value
 
 
-def _forward(
+def forward_split(
     module: nn.Module,
     group: dist.ProcessGroup,
     values_of: ValuesOf,

@@ -59,4 +59,4 @@ def experts_of(trainer: TrainEngine, sample: SequenceSample) -> np.ndarray[Any, 
     trainer.logprobs(sample, temperature=1.0)
     for hook in hooks:
         hook.remove()
-    return torch.cat(used, dim=1).numpy()
+    return torch.cat(used, dim=1).cpu().numpy()
