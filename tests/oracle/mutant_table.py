@@ -634,4 +634,38 @@ MUTANTS = [
             "test_each_prediction_is_made_by_the_rank_that_has_its_predictor",
         ),
     ),
+    *_of(
+        "asyncrl/model/experts.py",
+        "tests/unit/test_split_experts.py",
+        (
+            "tokens-go-to-other-experts",
+            "order = chosen.argsort(stable=True)",
+            "order = chosen.argsort(stable=True, descending=True)",
+            "test_each_token_goes_to_its_experts_and_comes_back",
+        ),
+        (
+            "another-token-goes-to-the-expert",
+            "hidden_TH[order // top_k]",
+            "hidden_TH[order % len(hidden_TH)]",
+            "test_each_token_goes_to_its_experts_and_comes_back",
+        ),
+        (
+            "rows-of-several-ranks-count-as-those-of-one",
+            "torch.arange(num_each, device=order.device).repeat(size)",
+            "torch.arange(num_each, device=order.device).repeat_interleave(size)",
+            "test_each_token_goes_to_its_experts_and_comes_back",
+        ),
+        (
+            "results-stay-in-the-order-of-the-experts",
+            "results = torch.empty_like(sorted_rows).index_copy(0, order, sorted_rows)",
+            "results = sorted_rows",
+            "test_each_token_goes_to_its_experts_and_comes_back",
+        ),
+        (
+            "results-get-the-score-of-another-expert",
+            "(results * scores_TK.reshape(-1, 1))",
+            "(results * scores_TK.flip(1).reshape(-1, 1))",
+            "test_each_token_goes_to_its_experts_and_comes_back",
+        ),
+    ),
 ]

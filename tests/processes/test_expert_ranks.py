@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from test_parallel_engine import (
     TRAIN,
     Cell,
     Loss,
+    Outcome,
     assert_same_outcome,
     make_engine,
     make_meshes,
@@ -38,11 +41,12 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, LoraConfig, TrainConfig
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.axes import EXPERTS, PEERS, ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
-from asyncrl.model import checkpoint, sharding
+from asyncrl.model import checkpoint, experts, sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
+from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.routes import RouteReplay
 from asyncrl.model.sharding import local_part
@@ -104,6 +108,55 @@ def test_fewer_sequences_than_ranks(ranks: RankProcesses, paths: dict[str, str],
     cell = Cell(paths["qwen3_moe"], lengths=(29,))
     (outcomes,) = run(ranks, grid, [cell])
     assert_same_outcome(outcomes, run_cell(0, "", cell), grid)
+
+
+def rows_of_this_rank(mesh: ModelMesh, grad: torch.Tensor) -> torch.Tensor:
+    """Each rank keeps what its own tokens add to its rows: nothing is summed."""
+    group = mesh.group(PEERS)
+    kept = torch.zeros_like(grad)
+    rows = grad.chunk(group.size())[dist.get_rank(group)]
+    kept.chunk(group.size())[dist.get_rank(group)].copy_(rows)
+    return kept
+
+
+def without_a_peer(mesh: ModelMesh, grad: torch.Tensor) -> torch.Tensor:
+    return grad * float(dist.get_rank(mesh.group(PEERS)) == 0)
+
+
+def with_other_experts(mesh: ModelMesh, grad: torch.Tensor) -> torch.Tensor:
+    """Summed over ranks that have other experts, too."""
+    summed = grad.clone()
+    dist.all_reduce(summed, group=mesh.group_that_splits(EXPERTS))
+    return summed
+
+
+def planted(rank: int, grid: str, cell: Cell, fault: Callable[[ModelMesh, torch.Tensor], torch.Tensor]) -> Outcome:
+    """A cell whose experts' gradients are changed before FSDP sums them over the ranks with equal experts."""
+    mesh, own = meshes(0)[grid], experts._Own.__getattr__
+    assert mesh is not None
+
+    def hooked(layer: experts._Own, name: str) -> Any:
+        value = own(layer, name)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(partial(fault, mesh))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts._Own, "__getattr__", hooked)
+        return run_cell(rank, grid, cell)
+
+
+@pytest.mark.parametrize("fault", [rows_of_this_rank, without_a_peer, with_other_experts])
+def test_a_wrong_sum_of_the_experts_gradients_is_found(
+    ranks: RankProcesses, paths: dict[str, str], fault: Callable[[ModelMesh, torch.Tensor], torch.Tensor]
+) -> None:
+    ranks.run(make_meshes)
+    cell = cell_of(paths["qwen3_moe"], "whole")
+    found, expected = ranks.run(planted, "d4e2", cell, fault, num_ranks=4), run_cell(0, "", cell)
+    (first, *_), (same, *_) = found[0].steps, expected.steps
+    assert first["loss"] == pytest.approx(same["loss"], rel=1e-5)  # the fault is in the gradients
+    with pytest.raises(AssertionError, match="grad_norm"):
+        assert_same_outcome(found, expected, "d4e2")
 
 
 def replayed(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
