@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import peft
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,13 +30,14 @@ from asyncrl.config.schema import (
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.placed_models import with_adapters
 from asyncrl.generation.checks import VerifiedLoads
-from asyncrl.generation.engine import EngineArguments, WeightsRefused
+from asyncrl.generation.engine import EngineArguments, EngineRequest, WeightsRefused
 from asyncrl.generation.transformers import LiveTensors, TransformersEngine
-from asyncrl.protocol.calls import CommitWeights, SaveModel
+from asyncrl.protocol.calls import ClearData, CommitWeights, SaveModel
+from asyncrl.protocol.generation import SamplingParams
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.adapter import ABOUT, TENSORS
-from asyncrl.weights.versions import commit_version, read_manifest, write_part
+from asyncrl.weights.versions import commit_version, list_versions, prune_versions, read_manifest, role_dir, write_part
 from tests.processes.test_delta_versions import Run
 from tests.processes.test_model_worker import TRAIN, worker_config, worker_here
 
@@ -171,6 +173,51 @@ def test_a_version_has_hardly_more_bytes_than_its_matrices(run: Run) -> None:
     # What does not grow with the matrices: for each of them 150 bytes of the header at most, and the config
     assert header <= 150 * names + 100
     assert (path / ABOUT).stat().st_size <= 3_000
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_versions", [1, 4])
+async def test_fifty_versions_need_no_more_memory_than_ten(tmp_path: Path, num_versions: int) -> None:
+    """Trainer and server are in this process, and requests run at each update. The server keeps one version or, with
+    interrupt=finish, four. A version is at most 1.05 times as large as the matrices."""
+    lora, keep = replace(LORA, rank=64), 5
+    train = replace(WITH_LORA, lora=lora)
+    make_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    config = worker_config(
+        NameResolveConfig(endpoints=[f"memory://{tmp_path}"]), tmp_path, tmp_path / "model", train=train
+    )
+    weights = WeightsConfig(fsync=False, verify_logprobs=True)
+    config = replace(config, models=with_adapters(config.models, lora), weights=weights)
+    mode = "finish" if num_versions > 1 else "abort"
+    generation = replace(GENERATION, interrupt=mode, num_blocks=128)
+    arguments = EngineArguments(str(tmp_path / "model"), generation, lora=lora, num_versions=num_versions)
+    engine, used, asked = TransformersEngine(arguments), [], []
+    loads = VerifiedLoads(engine, tolerance=1e-3, limit_s=30.0, logger=logging.getLogger("test"))
+    await engine.start()
+    async with worker_here(config) as (worker, world):
+        made = Run(tmp_path, worker, world, train)
+        for number in range(50):
+            if number:
+                await made.step(number)
+                await world.call(ClearData(ids=[f"t{number}"]))  # as the master does after each step
+            await made.write(number)
+            await engine.pause(mode)
+            await loads.load(made.path(number), WeightVersion(1, number))
+            await engine.resume()
+            prune_versions(role_dir(tmp_path, "actor"), keep=keep, in_use=[])
+            params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+            asked.append(engine.submit(EngineRequest(str(number), IDS, params)))
+            used.append(psutil.Process().memory_info().rss)
+        responses = await asyncio.gather(*asked)
+        await engine.close()
+    named = {span.version for response in responses for span in response.spans}
+    assert str(WeightVersion(1, 49)) in named
+    assert len(named) > 40
+    assert len(list_versions(role_dir(tmp_path, "actor"))) == keep
+    matrices = sum(tensor.nbytes for tensor in load_file(made.path(49) / TENSORS).values())
+    assert sum(file.stat().st_size for file in made.path(49).iterdir()) <= 1.05 * matrices
+    assert max(used[40:]) - max(used[:10]) < 10 * matrices  # all versions together are 40 times as large
 
 
 def not_delivered(patch: pytest.MonkeyPatch) -> None:
