@@ -34,11 +34,13 @@ class WeightStore:
         *,
         tied: bool = True,
         max_positions: int = MAX_POSITIONS,
+        num_layers: int = 2,
     ) -> None:
         self.root, self._architecture = root, architecture
         self._sizes: dict[str, Any] = {
             "hidden_size": hidden_size,
             "max_positions": max_positions,
+            "num_layers": num_layers,
             "tie_embeddings": tied,
         }
         self.model_path = root / "model"

@@ -17,7 +17,7 @@ from asyncrl.generation.vllm import VLLMClient, own_server
 from tests.support.real_servers import ServerInThread, config_with, interpreter, limit_tests
 from tests.support.weight_store import WeightStore
 
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 8192
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,8 +37,10 @@ def vllm_config(vllm_python: str) -> GenerationConfig:
 @pytest.fixture(scope="session")
 def vllm_store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     torch.set_num_threads(1)
-    # On a CPU vLLM needs heads of 32 or more, and does not load tied embeddings (test_vllm_bites.py)
-    return WeightStore(tmp_path_factory.mktemp("store"), hidden_size=128, tied=False, max_positions=MAX_POSITIONS)
+    # On a CPU vLLM needs heads of 32 or more, and does not load tied embeddings (test_vllm_bites.py). A step of two
+    # layers takes it about as long as the step's tokens take its front end: a busy machine would delay tests by whole responses
+    folder = tmp_path_factory.mktemp("store")
+    return WeightStore(folder, hidden_size=128, tied=False, max_positions=MAX_POSITIONS, num_layers=12)
 
 
 @pytest.fixture(scope="session")

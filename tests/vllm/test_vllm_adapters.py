@@ -27,7 +27,7 @@ from tests.support.real_servers import ServerInThread
 from tests.support.server_load import close_to, make_prompt, respond, within
 from tests.support.weight_store import V0, V1, V2, V3
 
-LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)  # still runs when a delayed test acts
+LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)  # still runs when a delayed test acts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> AdapterStore:
     """With tied embeddings: vLLM loads the base once, so their packed copy stays right (test_vllm_bites.py)."""
-    return AdapterStore(tmp_path_factory.mktemp("adapters"), hidden_size=128, tied=True, max_positions=4096)
+    return AdapterStore(
+        tmp_path_factory.mktemp("adapters"), hidden_size=128, tied=True, max_positions=4096, num_layers=12
+    )
 
 
 @pytest.fixture(scope="module")
