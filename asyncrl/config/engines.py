@@ -57,6 +57,14 @@ class EngineTraits:
     cpu_heads: tuple[int, ...] = ()  # widths of attention heads that it has on a CPU; (): all
     cpu_tied_limit: str = ""  # why it cannot serve a model with tied embeddings on a CPU; "": it can
 
+    def adapter_rank(self, rank: int) -> int:
+        """The rank for which it reserves room if an adapter has this one."""
+        return min((one for one in self.adapter_ranks if one >= rank), default=rank)
+
+    def adapter_slots(self, num_versions: int) -> int:
+        """Adapters that it holds at once if it keeps this many: of several, the newest is loaded before the oldest leaves."""
+        return num_versions + 1 if num_versions > 1 else 1
+
 
 _NO_ADAPTERS = "SGLang's adapters were not compared with peft's"
 DEFAULT_ENGINE = "transformers"

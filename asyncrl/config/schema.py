@@ -895,6 +895,12 @@ def max_head_offpolicyness(config: ExperimentConfig) -> int:
     return 0 if mode_of(config.mode).workers_generate else config.manager.max_head_offpolicyness
 
 
+def num_kept_versions(config: ExperimentConfig) -> int:
+    """Versions that a server keeps. With interrupt=finish prompts in flight were begun with one of eta + 1 versions, and one more
+    is being loaded."""
+    return max_head_offpolicyness(config) + 2 if config.generation.interrupt == "finish" else 1
+
+
 ModelSettings = CriticConfig | RefConfig | TeacherConfig | RewardModelConfig | RoleConfig
 
 

@@ -126,7 +126,7 @@ def server_arguments(
     if not config.prefix_sharing or config.interrupt == "in_place":
         arguments["no-enable-prefix-caching"] = "true"
     if lora is not None:
-        rank = min(rank for rank in ENGINES["vllm"].adapter_ranks if rank >= lora.rank)
+        rank = ENGINES["vllm"].adapter_rank(lora.rank)
         arguments |= {"enable-lora": "true", "max-lora-rank": str(rank), "max-loras": "1"}
     return ["serve", model_path, *options(arguments, config.server_args)]
 

@@ -40,6 +40,7 @@ from asyncrl.config.schema import (
     TrainConfig,
     fetches_weights,
     max_head_offpolicyness,
+    num_kept_versions,
     with_each_set,
 )
 from asyncrl.config.transports import forms_nccl_groups
@@ -182,8 +183,7 @@ class _Run:
             fetch_dir=config.weights.fetch_dir,
             full_every=config.weights.full_every,
             lora=config.train.lora,
-            # Prompts in flight were begun with one of eta + 1 versions, and one more is being loaded
-            num_versions=self.eta + 2 if config.generation.interrupt == "finish" else 1,
+            num_versions=num_kept_versions(config),
             shares_devices=bool(self.allocation.shared_workers),
             returns_routes=uses_routes(config.train),
         )

@@ -177,6 +177,7 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
         beside = "reserve" if takes_all else "libraries"
         parts = {"weights": server.weights, "KV cache": server.cache}
         parts["received weights"] = server.received
+        parts["adapters"] = server.adapters
         parts["states"] = server.states
         parts[beside] = server.memory - sum(parts.values())
         yield Shortage(names[0], names, server.memory, plan.memory, parts_text(list(parts.items())))

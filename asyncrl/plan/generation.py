@@ -7,17 +7,20 @@ from typing import TypeVar
 
 import msgspec
 
+from asyncrl.config.engines import EngineTraits
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import ExperimentConfig, generating_sources
+from asyncrl.config.schema import ExperimentConfig, generating_sources, num_kept_versions
 from asyncrl.config.transports import transport_of
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.devices import Device, library_bytes
 from asyncrl.plan.result import PlanError
 from asyncrl.plan.shapes import ModelShape
+from asyncrl.weights.adapter import ALL_LINEAR
 
 Number = TypeVar("Number", int, float)
 
+_FLOAT = 4  # bytes
 _GIB = 1 << 30
 _MIB = 1 << 20
 # SGLang's defaults by the GPU's memory (server_args.py of 0.5): memory below GiB, tokens of a chunk of prefill, and the largest
@@ -45,8 +48,9 @@ class ServerPlan(msgspec.Struct, frozen=True):
     requests: int  # of this length that fit at the same time
     max_requests: int  # generation.max_running_requests
     cache: int  # all blocks; at least one request, which SGLang needs
-    # Weights, received ones, cache, states, CUDA's libraries, and the reserve of SGLang for activations and graphs.
+    # Weights, received ones, adapters, cache, states, CUDA's libraries, and the reserve of SGLang for activations and graphs.
     memory: int
+    adapters: int = 0  # of all versions that it holds at the same time (train.lora)
     request_state: int = 0  # the state of one request in layers without attention; 0: the model has none
     states: int = 0  # all states
     with_state: int = 0  # requests that have a state at the same time
@@ -83,7 +87,10 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     generation, tensor = config.generation, allocation.generation.replica_size
     value = DTYPE_BYTES[generation.dtype]
     weights = shape.parameters_of_rank(tensor) * value
-    received = weights * (allocation.traits.is_embedded and transport_of(config.weights.transport).from_memory)
+    adapter = _adapter_bytes(config, shape, allocation.traits)
+    adapters = adapter * allocation.traits.adapter_slots(num_kept_versions(config))
+    from_memory = allocation.traits.is_embedded and transport_of(config.weights.transport).from_memory
+    received = (adapter or weights) * from_memory
     is_8_bit = "fp8" in generation.server_args.get("kv-cache-dtype", "")
     kv_token = shape.kv_values_per_token(tensor) * (1 if is_8_bit else value)
     libraries = library_bytes(communicates=tensor > 1)
@@ -99,7 +106,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
         else:
             share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
         static = int((device.memory - libraries) * share)
-        free, of_request = max(static - weights, 0), _SGLANG_STATES if shares else 1
+        free, of_request = max(static - weights - adapters, 0), _SGLANG_STATES if shares else 1
         num_states = _sglang_states(generation.server_args, free, state, max_requests, shares=shares)
         with_state = num_states // of_request
         blocks = max(free - num_states * state, 0) // (block * kv_token)
@@ -125,12 +132,24 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
         requests=min(requests, with_state) if state else requests,
         max_requests=max_requests,
         cache=cache,
-        memory=weights + received + cache + num_states * state + beside,
+        memory=weights + received + adapters + cache + num_states * state + beside,
+        adapters=adapters,
         request_state=state,
         states=num_states * state,
         with_state=with_state,
         shares_prefixes=shares,
     )
+
+
+def _adapter_bytes(config: ExperimentConfig, shape: ModelShape, traits: EngineTraits) -> int:
+    """Bytes of one version of an adapter. vLLM reserves them for each linear layer, in the dtype of the weights; the embedded
+    engine has what is trained, in float32."""
+    lora = config.train.lora
+    if lora is None:
+        return 0
+    reserves = traits.program is not None
+    parameters = shape.adapter_parameters(traits.adapter_rank(lora.rank), [ALL_LINEAR] if reserves else lora.targets)
+    return parameters * (DTYPE_BYTES[config.generation.dtype] if reserves else _FLOAT)
 
 
 def _sglang_states(server_args: Mapping[str, str], free: int, state: int, max_requests: int, *, shares: bool) -> int:

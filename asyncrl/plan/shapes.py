@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from asyncrl.data.state_layers import StateLayer, layers_with_attention
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.plan.result import PlanError
 from asyncrl.protocol.model_flops import ModelFlops, delta_rule_flops
+from asyncrl.weights.adapter import ALL_LINEAR
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,26 @@ class ModelShape:
         keys = self.attention_layers * 2 * self.kv_heads * self.head_dim * (self.hidden + self.qkv_bias)
         split = self.parameters - self.replicated_parameters - keys
         return self.replicated_parameters + -(-(split + keys * copies) // tensor)
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        """The parameters of an adapter of these layers (train.lora.targets, by the last part of their names). Layers with a state
+        and fused experts have none."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layers = [  # names, inputs and outputs together, how many
+            (("q_proj",), self.hidden + queries + self.gate, self.attention_layers),
+            (("k_proj",), self.hidden + keys, self.attention_layers),
+            (("v_proj",), self.hidden + keys, self.attention_layers),
+            (("o_proj", "out_proj"), queries + self.hidden, self.attention_layers),
+        ]
+        mlps = [(self.mlp_width, self.num_layers)]
+        if self.experts > 1:
+            mlps = [(self.dense_width, self.dense_layers), (self.shared_width, self.sparse_layers)]
+        for width, count in mlps:
+            for names in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                layers.append((names, self.hidden + width, count if width else 0))
+        wanted = {target.rpartition(".")[2] for target in targets}
+        chosen = [row for row in layers if ALL_LINEAR in wanted or wanted & {*row[0]}]
+        return rank * sum(size * count for _, size, count in chosen)
 
     def serves_on(self, tensor: int) -> bool:
         """Whether SGLang can divide the heads among these tensor ranks. Ranks may hold copies of heads of keys and values."""

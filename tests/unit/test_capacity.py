@@ -15,7 +15,7 @@ from asyncrl.cli.commands.plan import PlanReport
 from asyncrl.cli.commands.run import refuse_too_large
 from asyncrl.cli.main import main
 from asyncrl.config.resolve import Facts, resolve
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, LoraConfig
 from asyncrl.dataflow.axes import MATRICES, TOKENS, ParallelGrid
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.checks import checklist
@@ -313,6 +313,42 @@ def test_requests_of_the_embedded_engine(load):
     assert (server.blocks, server.requests) == (100, 1)  # 64 blocks a request
     assert server.memory == 2 * 7_615_616_512 + 100 * 32 * 57_344 + library_bytes(communicates=False)
     assert plan_server(load("mode=sync", "allocation=d4"), shape, TOY) is None
+
+
+def test_a_server_holds_eta_and_two_adapters_and_the_one_that_is_being_loaded(load):
+    """By hand: of a layer q and o have 2 * 7168 inputs and outputs, k and v 2 * 4096, the MLP 3 * 22528."""
+    shape, of_rank_1 = ModelShape.from_config(QWEN_7B), 28 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    all_linear, changes = LoraConfig(rank=12), ("manager.max_head_offpolicyness=2", "generation.num_blocks=100")
+
+    def planned(lora, engine, *more):
+        config = load(*changes, f"allocation={engine}.d2+d1", *more)
+        return plan_server(replace(config, train=replace(config.train, lora=lora)), shape, TOY)
+
+    base, room = planned(None, "transformers"), planned(None, "vllm")
+    assert base.adapters == room.adapters == 0
+    for mode, held in (("abort", 1), ("finish", 5)):
+        interrupt = f"generation.interrupt={mode}"
+        plan = planned(all_linear, "transformers", interrupt)
+        assert plan.adapters == held * 4 * 12 * of_rank_1  # in float32
+        assert plan.memory == base.memory + plan.adapters
+        # vLLM reserves room for a rank of 16, in all linear layers, in bfloat16. Its cache has the rest
+        plan = planned(LoraConfig(rank=12, targets=["q_proj"]), "vllm", interrupt)
+        assert plan.adapters == held * 2 * 16 * of_rank_1
+        assert abs((room.blocks - plan.blocks) * plan.block_bytes - plan.adapters) < plan.block_bytes
+    some = planned(LoraConfig(rank=12, targets=["q_proj", "mlp.down_proj"]), "transformers")
+    assert some.adapters == 4 * 12 * 28 * (7168 + 22528)
+    assert planned(all_linear, "transformers", "weights.transport=broadcast").received == 4 * 12 * of_rank_1
+
+
+def test_experts_and_layers_with_a_state_have_no_adapters():
+    moe, hybrid = ModelShape.from_config(QWEN3_MOE), ModelShape.from_config(QWEN35_9B)
+    attention = (2048 + 4096) * 2 + (2048 + 512) * 2
+    assert moe.adapter_parameters(1, ["all-linear"]) == 48 * attention
+    assert moe.adapter_parameters(1, ["gate_proj"]) == 0
+    of_q = hybrid.adapter_parameters(1, ["q_proj"])
+    assert of_q == hybrid.attention_layers * (
+        hybrid.hidden + 2 * hybrid.heads * hybrid.head_dim
+    )  # queries and their gate
 
 
 @pytest.mark.parametrize("config", [QWEN3_NEXT, QWEN35_9B])

@@ -232,12 +232,13 @@ def _print_server(plan: RunPlan, console: Console) -> None:
     of_states = (
         f"states {gib(server.states)} ({server.request_state:,} bytes a request), " if server.request_state else ""
     )
+    of_adapters = f"adapters {gib(server.adapters)}, " if server.adapters else ""
     each = "a GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
     _say(
         console,
         f"{server.count} generation servers ({server.engine}) with {each} each; of a GPU: weights {gib(server.weights)}, KV cache "
         f"{gib(server.cache)} in {server.blocks:,} blocks of {server.block_tokens} tokens ({server.kv_token:,} bytes a token), "
-        f"{of_states}"
+        f"{of_adapters}{of_states}"
         f"{server.requests} requests of the longest length, {server.request_tokens:,} tokens; on average at most "
         f"{plan.time.running} requests run",
     )
