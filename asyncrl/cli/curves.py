@@ -17,6 +17,7 @@ from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 # Labels of axes
 TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"
 SECONDS = "seconds since the run began"
+NO_GENERATION = "no generation"  # a curve over the shares of a step's time, of which it is none
 _WHOLE_STEP = ("step", "train", "wait_data", "wait_weights")  # times that other panels show
 
 
@@ -66,9 +67,16 @@ class _Measure:
     optional: bool = False  # written by some configs only
 
 
+def of_learning(shown: Picture) -> Picture:
+    """The picture without the panels of the time."""
+    others = {name for name, *_ in TIME}
+    return replace(shown, panels=tuple(panel for panel in shown.panels if panel.name not in others))
+
+
 def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
-    """All panels that have data. One run: the shares of a step's time are stacked areas. Several runs: each has a curve for the
-    time that its trainer waits, and one for the time without generation. metrics: a panel for each of these instead."""
+    """All panels that have data, those of the learning first. One run: the ages of a batch's groups, and the shares of a step's
+    time, are stacked areas. Several runs: each has a curve for the time that its trainer waits, and one for the time without
+    generation. metrics: a panel for each of these instead."""
     missing: list[str] = []
     panels = []
     own = [(key, key, "", None, [_Measure("", _metric(key))]) for key in metrics]
@@ -93,9 +101,11 @@ def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
         if curves:
             lowest = min(y for curve in curves for y in curve.y if math.isfinite(y))
             bottom = 0.0 if lowest >= 0 else None
-            stacked = len(runs) == 1 and name == "time_shares"
+            stacked = len(runs) == 1 and name in _STACKED
             panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked))
-    return Picture(tuple(runs), (*panels, *([] if metrics else _age_panels(runs))), tuple(missing))
+    num_learning = sum(panel.name in {name for name, *_ in LEARNING} for panel in panels)
+    ages = [] if metrics else _age_panels(runs)
+    return Picture(tuple(runs), (*panels[:num_learning], *ages, *panels[num_learning:]), tuple(missing))
 
 
 def _keys(runs: Sequence[Run]) -> list[str]:
@@ -128,20 +138,25 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
     ]
 
 
-# (name, title, unit, top of the axis) of each panel. METRICS (algorithms/metrics.py) has the curves of a panel; those that are
-# computed from several values or from names that differ between runs are in _derived
-PANELS: tuple[tuple[str, str, str, float | None], ...] = (
+# (name, title, unit, top of the axis) of each panel: those of the learning, then those of the time. METRICS
+# (algorithms/metrics.py) has the curves of a panel; those that are computed from several values or from names that differ between
+# runs are in _derived
+LEARNING: tuple[tuple[str, str, str, float | None], ...] = (
     ("reward", "Reward", "mean reward", None),
     ("reward_by_task", "Reward by task", "mean reward", None),
     ("at_k", "pass@k and majority@k", "share of prompts", None),
-    ("off_policyness", "Off-policyness of first tokens", "versions behind", None),
-    ("mixed_versions", "Responses of several versions", "% of the batch", None),
+    ("rewards", "Rewards of a batch", "reward", None),
     ("response_length", "Response length", "tokens", None),
     ("without_signal", "Without a signal", "% of the batch", 100.0),
     ("entropy", "Entropy", "nats a token", None),
     ("kl", "KL divergence (estimates)", "nats a token", None),
     ("grad_norm", "Gradient norm", "norm before clipping", None),
     ("clip_share", "Clip share", "% of trained tokens", None),
+    ("off_policyness", "Off-policyness of first tokens", "versions behind", None),
+    ("group_ages", "Age of groups", "% of the batch", 100.0),
+    ("mixed_versions", "Responses of several versions", "% of the batch", None),
+)
+TIME: tuple[tuple[str, str, str, float | None], ...] = (
     ("time_shares", "Time of a step", "% of the step", 100.0),
     ("time_parts", "Parts of a step", "% of the step", None),
     ("tokens", "Throughput", "trained tokens/s", None),
@@ -150,6 +165,9 @@ PANELS: tuple[tuple[str, str, str, float | None], ...] = (
     ("memory", "Peak memory of a model worker", "GiB", None),
     ("steps", "Train steps", "steps/s", None),
 )
+PANELS = (*LEARNING, *TIME)
+_STACKED = ("group_ages", "time_shares")  # of one run: parts of a whole
+_SPREADS = (("90 % are below", "p90"), ("median", "p50"), ("10 % are below", "p10"))
 
 
 def _plan(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
@@ -183,6 +201,7 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
         waits = [_Measure("trainer waits", lambda run, record: 100 - _share("time/train_s")(run, record))]
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
     parts = [part for part in _names(runs, r"time/(\w+)_s") if part not in _WHOLE_STEP]
+    ages = sorted(map(int, _names(runs, r"offpolicy/head_count/(\d+)"))) if len(runs) == 1 else []
     keys = dict.fromkeys(key for run in runs for record in run.evaluations for key in record)
     rewards = [name for name in filter(None, map(EvalName.parse, keys)) if name.value == "reward" and not name.task]
     return {
@@ -192,8 +211,11 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
             *(_evaluated(name, name.task) for name in filter(None, map(EvalName.parse, keys)) if _is_of_task(name)),
         ],
         "at_k": [_evaluated(best, best.value) for name in rewards for best in at_most_k(keys, name)],
+        "rewards": [_Measure(name, _metric(f"reward/{key}"), optional=True) for name, key in _SPREADS],
+        "response_length": [_Measure(name, _metric(f"length/response_{key}"), optional=True) for name, key in _SPREADS],
+        "group_ages": [_Measure(f"{age} behind", _of_age(age), optional=True) for age in ages],
         "mixed_versions": [_Measure("", _mixed)],
-        "time_shares": [*waits, _Measure("no generation", _generation_idle)],
+        "time_shares": [*waits, _Measure(NO_GENERATION, _generation_idle)],
         "time_parts": [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts],
         "mfu": [_Measure(mfc, _percent(f"mfu/{mfc}"), optional=True) for mfc in _names(runs, r"mfu/(\w+)")],
         "memory": [_Measure("largest", _memory, optional=True)],
@@ -248,6 +270,16 @@ def _share(key: str) -> Value:
     def percent(_: Run, record: Record) -> float:
         seconds = number(record, "time/step_s")
         return 100 * number(record, key) / seconds if seconds > 0 else NAN
+
+    return percent
+
+
+def _of_age(age: int) -> Value:
+    def percent(_: Run, record: Record) -> float:
+        counts = [number(record, key) for key in record if key.startswith("offpolicy/head_count/")]
+        total = sum(count for count in counts if math.isfinite(count))
+        count = number(record, f"offpolicy/head_count/{age}")
+        return 100 * (count if math.isfinite(count) else 0.0) / total if total > 0 else NAN
 
     return percent
 

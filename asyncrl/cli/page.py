@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,32 @@ class Page:
         return make_view(path, sequence=int(query.get("sequence", "0")), around=self._around(path), compute=False)
 
 
+def saved_page(run_dirs: Mapping[str, Path], clock: Clock) -> str:
+    """The page as one file, without its server: the views `learning`, `time` and `advice` as they are now. It loads nothing, and
+    its content security policy allows its own scripts only, by their hashes."""
+    page = Page(run_dirs, clock)
+    of_all = {"runs": msgspec.json.encode(list(run_dirs)).decode()}
+    answers = {"/api/runs": page.views["runs"]({})}
+    answers |= {f"/api/{view}": page.views[view](of_all) for view in ("learning", "advice")}
+    answers |= {f"/api/time{name}": page.views["time"]({"run": name}) for name in run_dirs}
+    data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")  # no text ends the block
+    scripts = [_file(name) for name in ("uPlot.iife.min.js", "page.js")]
+    allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    head, _, body = re.sub(r'<(link rel="stylesheet"|script src=).*\n', "", _file("index.html")).partition("</head>")
+    parts = [
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        *(f"<style>{_file(name)}</style>" for name in ("uPlot.min.css", "page.css")),
+    ]
+    block = f'<script type="application/json" id="saved">{data}</script>'
+    end = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return "".join((head, "\n".join(parts), "\n</head>", body.replace("</body>", f"{block}\n{end}</body>")))
+
+
+def _file(name: str) -> str:
+    return resources.files("asyncrl.cli").joinpath("page_files", name).read_text(encoding="utf-8")
+
+
 def _learning(runs: list[Run]) -> object:
     return {"panels": [_shown(panel) for panel in picture(runs).panels]}
 
@@ -260,8 +288,7 @@ def _error(error: Exception) -> bytes:
 async def _send_file(request: web.Request) -> web.Response:
     if (name := _FILES.get(request.path)) is None:
         raise web.HTTPNotFound(headers=_HEADERS)
-    content = resources.files("asyncrl.cli").joinpath("page_files", name).read_bytes()
-    return _response(content, _KINDS[Path(name).suffix])
+    return _response(_file(name).encode(), _KINDS[Path(name).suffix])
 
 
 def _response(body: bytes, kind: str, status: int = 200) -> web.Response:

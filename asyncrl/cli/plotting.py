@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.curves import TOKENS, TRAIN_STEP, Curve, Panel, Picture, smoothed
+from asyncrl.cli.curves import NO_GENERATION, TOKENS, TRAIN_STEP, Curve, Panel, Picture, smoothed
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
@@ -18,7 +18,7 @@ _SMOOTH_SHARE = 40  # the window of the running mean has 1/40 of the curve's poi
 _MARKERS_UP_TO = 25  # a curve with more points than this has no markers
 _NAMED_RUNS = 10  # the legend names at most this many runs; there are as many colours, and further runs reuse them
 
-_KEYS_IN_A_ROW = 4  # of a panel's legend
+_KEYS_IN_A_ROW = 3  # of a panel's legend
 _COLOURS = (
     "#0b6fb8",
     "#e07b00",
@@ -31,7 +31,8 @@ _COLOURS = (
     "#a3a500",
     "#00a3b4",
 )
-_AREA_COLOURS = ("#9cc9e3", "#f5c07a", "#b9d8b0")
+_AREA_COLOURS = ("#9cc9e3", "#f5c07a", "#b9d8b0", "#e6a6a1", "#c9b8dd", "#d3bfae", "#eec1da", "#c4c4c4")
+_PANEL_INCHES, _DPI = (4.0, 2.6), 120  # twelve panels are 1,920 x 1,020 pixels
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "D", "^")
 
@@ -53,10 +54,13 @@ def write_picture(shown: Picture, path: Path) -> None:
     Raises ConfigError if matplotlib does not know the extension; LaunchError if the file cannot be written.
     """
     figures = require("matplotlib.figure")
-    with require("matplotlib").rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        rows = math.ceil(len(shown.panels) / 2)
-        figure = figures.Figure(figsize=(10, 0.7 + 3.0 * rows), dpi=144, layout="constrained")
-        grid = figure.subplots(rows, 2, squeeze=False)
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    with require("matplotlib").rc_context(style):
+        columns = min(max(2, math.ceil(math.sqrt(len(shown.panels)))), len(shown.panels) + 1)
+        rows = math.ceil(len(shown.panels) / columns)
+        width, height = _PANEL_INCHES
+        figure = figures.Figure(figsize=(width * columns, 0.7 + height * rows), dpi=_DPI, layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
         for axes in grid.flat[len(shown.panels) :]:
             axes.remove()
         steps = _step_range(shown)
@@ -95,7 +99,7 @@ def _step_range(shown: Picture) -> tuple[float, float]:
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float, float]) -> None:
     rows = math.ceil(len(_keys(panel)) / _KEYS_IN_A_ROW)
-    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=11, pad=12 + 12 * rows if rows else 8)
+    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=10, pad=8 + 11 * rows if rows else 6)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.unit)
     axes.grid(alpha=0.25, linewidth=0.6)
@@ -157,8 +161,8 @@ def _line(curve: Curve, panel: Panel) -> str:
 
 
 def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
-    """Draw the curves of the first three roles as stacked areas, because they are parts of a whole. Return the other curves."""
-    parts = [curve for curve in curves if curve.role < len(_AREA_COLOURS)]
+    """Draw the parts of a whole as stacked areas. Return the other curves."""
+    parts = [curve for curve in curves if _is_area(curve)]
     colours = [_AREA_COLOURS[curve.role] for curve in parts]
     heights = [[y if math.isfinite(y) else 0.0 for y in _steadied(curve)] for curve in parts]
     if parts and len(parts[0].x) > 1:
@@ -167,7 +171,12 @@ def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
         bottoms = [sum(height[0] for height in heights[:i]) for i in range(len(parts))]
         for curve, height, bottom, colour in zip(parts, heights, bottoms, colours, strict=True):
             axes.bar(curve.x, height, bottom=bottom, width=0.5, color=colour)
-    return [curve for curve in curves if curve.role >= len(_AREA_COLOURS)]
+    return [curve for curve in curves if not _is_area(curve)]
+
+
+def _is_area(curve: Curve) -> bool:
+    """Of a stacked panel: whether the curve is a part of the whole."""
+    return curve.name != NO_GENERATION and curve.role < len(_AREA_COLOURS)
 
 
 def _steadied(curve: Curve) -> Sequence[float]:
@@ -187,7 +196,7 @@ def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
     handles = []
     for curve in _keys(panel):
         colour = "#333333" if num_runs > 1 or panel.stacked else _COLOURS[curve.role % len(_COLOURS)]
-        if panel.stacked and curve.role < len(_AREA_COLOURS):
+        if panel.stacked and _is_area(curve):
             handles.append(patches.Patch(color=_AREA_COLOURS[curve.role], label=curve.name))
         elif curve.points:
             marker = _MARKERS[curve.role % len(_MARKERS)]
@@ -201,7 +210,7 @@ def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
             bbox_to_anchor=(-0.01, 1.0),
             ncols=min(len(handles), _KEYS_IN_A_ROW),
             frameon=False,
-            fontsize=8,
+            fontsize=7,
             borderaxespad=0.1,
             handlelength=1.5,
             handletextpad=0.4,

@@ -99,6 +99,8 @@ def step_metrics(
         "reward/max": max(rewards),
         "length/response_mean": _mean(lengths),
         "length/response_max": float(max(lengths)),
+        **_spread("reward/", rewards),
+        **_spread("length/response_", lengths),
         "batch/num_prompts": float(len(metas)),
         "batch/num_sequences": float(len(rewards)),
         "batch/num_generated_tokens": float(sum(lengths)),
@@ -391,6 +393,12 @@ def generation_idle_share(run_dir: Path, start: float, end: float) -> float | No
         if start <= float(str(record["time"])) < end and int(str(record["tokens"])) > 0
     }
     return max(0.0, 1.0 - len(busy) * JOURNAL_BUCKET_S / (end - start))
+
+
+def _spread(name: str, values: Sequence[float] | Sequence[int]) -> dict[str, float]:
+    """The values that 10 %, 50 % and 90 % of the others are at or below."""
+    ordered = sorted(values)
+    return {f"{name}p{share}": float(ordered[(len(ordered) - 1) * share // 100]) for share in (10, 50, 90)}
 
 
 def _mean(values: Sequence[float] | Sequence[int]) -> float:

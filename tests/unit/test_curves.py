@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.cli.curves import as_json, picture, smoothed, thinned
+from asyncrl.cli.curves import as_json, of_learning, picture, smoothed, thinned
 from asyncrl.cli.run_files import distinct_names, read_records, read_runs
 
 
@@ -76,13 +76,13 @@ def test_the_panels_of_a_run(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "e" / "t0", records, generating=[[101.0]])]))
     assert [panel.name for panel in shown.panels] == [
         "reward",
-        "off_policyness",
-        "mixed_versions",
         "response_length",
         "entropy",
         "kl",
         "grad_norm",
         "clip_share",
+        "off_policyness",
+        "mixed_versions",
         "time_shares",
         "time_parts",
         "tokens",
@@ -131,6 +131,29 @@ def test_the_panels_of_a_run(tmp_path):
     assert curves_of(shown, "mfu") == {("t0", "actor_train"): [(1, 25.0), (2, 25.0)]}
     assert curves_of(shown, "memory") == {("t0", "largest"): [(1, 2.0), (2, 2.0)]}
     assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
+
+
+def test_rewards_lengths_and_ages_have_distributions(tmp_path):
+    spread = {f"{name}p{share}": share / 10 for name in ("reward/", "length/response_") for share in (10, 50, 90)}
+    ages = [{"offpolicy/head_count/0": 3.0, "offpolicy/head_count/2": 1.0}, {"offpolicy/head_count/10": 4.0}]
+    run = write_run(tmp_path / "t0", [step(1, **spread, **ages[0]), step(2, **spread, **ages[1])])
+    shown = picture(read_runs([run]))
+    assert curves_of(shown, "rewards")["t0", "90 % are below"] == [(1, 9.0), (2, 9.0)]
+    assert curves_of(shown, "response_length")["t0", "median"] == [(1, 5.0), (2, 5.0)]
+    assert curves_of(shown, "group_ages") == {
+        ("t0", "0 behind"): [(1, 75.0), (2, 0.0)],
+        ("t0", "2 behind"): [(1, 25.0), (2, 0.0)],
+        ("t0", "10 behind"): [(1, 0.0), (2, 100.0)],
+    }
+    assert next(panel for panel in shown.panels if panel.name == "group_ages").stacked
+    other = write_run(tmp_path / "t1", [step(1, **ages[0])])
+    assert "group_ages" not in [panel.name for panel in picture(read_runs([run, other])).panels]
+
+
+def test_the_learning_leads_and_the_time_can_be_left_out(tmp_path):
+    names = [panel.name for panel in of_learning(picture(read_runs([write_run(tmp_path / "t0", [step(1)])]))).panels]
+    assert names[0] == "reward"
+    assert not {"time_shares", "tokens", "steps", "memory"} & set(names)
 
 
 def test_chosen_metrics_have_a_panel_each(tmp_path):
@@ -238,13 +261,13 @@ def test_a_missing_metric_leaves_its_panel_out_and_is_reported(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
     assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens", "device_tokens"]
     assert list(shown.missing) == [
-        "Off-policyness of first tokens, oldest of the batch: no step has it",
-        "Responses of several versions: no step or evaluation has it",
         "Response length: no step or evaluation has it",
         "Entropy: no step or evaluation has it",
         "KL divergence (estimates): no step or evaluation has it",
         "Gradient norm: no step or evaluation has it",
         "Clip share: no step or evaluation has it",
+        "Off-policyness of first tokens, oldest of the batch: no step has it",
+        "Responses of several versions: no step or evaluation has it",
         "Time of a step: no step or evaluation has it",
         "Train steps: no step or evaluation has it",
     ]
@@ -320,7 +343,7 @@ def test_the_ages_of_a_run_that_has_ended_come_from_its_summary(tmp_path):
     write_run(tmp_path / "t0", [step(1)])
     (tmp_path / "t0" / "summary.json").write_text(json.dumps({"attempt": 1, "offpolicyness": AGES}))
     shown = picture(read_runs([tmp_path / "t0"]))
-    assert [(panel.name, panel.x) for panel in shown.panels[-2:]] == [
+    assert [(panel.name, panel.x) for panel in shown.panels if "age" in panel.name] == [
         ("ages", "versions behind"),
         ("age_by_length", "response length from (tokens)"),
     ]

@@ -1,6 +1,9 @@
 """`asyncrl-launch plot` with real matplotlib: pictures, JSON, and messages about missing data."""
 
+import base64
+import hashlib
 import json
+import re
 import struct
 import sys
 
@@ -43,8 +46,10 @@ def test_the_picture_of_one_run_is_written_to_its_folder(run, capsys):
     assert code == 0
     assert out == f"picture: {run / 'plot.png'}\n"
     width, height = size_of_png(run / "plot.png")
-    assert width >= 900
-    assert height > 600
+    assert 900 <= width <= 1920  # it fits a screen
+    assert 600 < height <= 1080
+    assert plot(capsys, run, "--all", "--out", run / "all.png")[0] == 0
+    assert size_of_png(run / "all.png")[1] > height
 
 
 def test_several_runs_share_a_picture(run, tmp_path, capsys):
@@ -209,3 +214,25 @@ def test_a_picture_that_cannot_be_written_is_an_error(run, tmp_path, capsys):
     code, out = plot(capsys, run, "--out", tmp_path / "file" / "x.png")
     assert code == 1
     assert "choose another file with --out" in out
+
+
+def test_one_file_opens_anywhere(run, tmp_path, capsys):
+    """It loads nothing, its scripts are those that its policy allows, and texts of the run stay data."""
+    planted = "</script><script>alert(1)</script>"
+    records = [step(number, **{f"count/{planted}": 2.0, f"reward/{planted}": 0.5}) for number in (1, 2)]
+    other = write_run(tmp_path / "<b>", records)
+    code, out = plot(capsys, run, other, "--html", tmp_path / "new" / "page.html")
+    assert (code, out.splitlines()[-1]) == (0, f"page: {tmp_path / 'new' / 'page.html'}")
+    page = (tmp_path / "new" / "page.html").read_text()
+    assert re.findall(r'(?:src|href)="(?!data:)[^"]*"', page) == []
+    blocks = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for kind, text in blocks if not kind]
+    assert len(hashes) == 2
+    assert all(f"'sha256-{one}'" in page for one in hashes)
+    (answers,) = [json.loads(text) for kind, text in blocks if "application/json" in kind]
+    assert planted not in page
+    panels = {panel["name"]: panel for panel in answers["/api/learning"]["panels"]}
+    assert [series["run"] for series in panels["reward_by_task"]["series"]] == ["<b>"]
+    assert planted in panels["reward_by_task"]["series"][0]["name"]
+    assert answers["/api/timet0"]["panels"]
+    assert plot(capsys, run, "--html", "x.html", "--metric", "reward/mean")[0] == 2

@@ -3,7 +3,9 @@
 
 const COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#b1509e", "#c9a227", "#5aa9b8", "#d0525b", "#7a6fd0", "#8a8f98"];
 const EVERY_MS = 1000;
-const VIEWS = { learning, time, processes, trajectories, advice };
+const byId = (id) => document.getElementById(id);
+const saved = byId("saved") && JSON.parse(byId("saved").textContent); // the answers, in a file of `plot --html`
+const VIEWS = saved ? { learning, time, advice } : { learning, time, processes, trajectories, advice };
 const fragment = location.hash.slice(1);
 if (fragment) {
   sessionStorage.setItem("token", fragment);
@@ -14,8 +16,6 @@ const charts = new Map(); // of the view: name of the panel -> {plot, names}
 let drawn = 0; // counts drawings, so that a late answer of an earlier view is dropped
 let running = 0; // turns that wait for answers
 
-const byId = (id) => document.getElementById(id);
-
 function make(kind, properties = {}, ...children) {
   const node = Object.assign(document.createElement(kind), properties);
   node.append(...children.filter((child) => child !== null));
@@ -23,6 +23,7 @@ function make(kind, properties = {}, ...children) {
 }
 
 async function ask(path, query = {}) {
+  if (saved) return saved[path + (query.run || "")];
   const headers = { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` };
   const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { headers });
   if (answer.status === 401) throw new Error("The token is missing or old: open the URL that the command has printed.");
@@ -76,6 +77,7 @@ function showRuns() {
           state.file = "";
           turn(true);
         };
+        box.hidden = Boolean(saved); // it has one answer, of all runs
         return make("label", {}, box, make("span"));
       }),
     );
@@ -391,7 +393,7 @@ const COLOURINGS = {
 showTabs();
 choose("learning");
 (async () => {
-  for (;;) {
+  while (!saved) {
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
     if (!document.hidden) await turn();
   }
