@@ -1,11 +1,12 @@
-"""A hook of mkdocs: it adds Mermaid to the site. Without `globalThis.mermaid`, mkdocs-material would load Mermaid from
-unpkg.com."""
+"""A hook of mkdocs: it makes diagrams scroll, and adds Mermaid to the site. Without `globalThis.mermaid`, mkdocs-material would
+load Mermaid from unpkg.com."""
 
 import base64
 import hashlib
 import io
 import logging
 import os
+import re
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -38,3 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         script = members.extractfile("package/dist/mermaid.tiny.js").read()
     files.append(File.generated(config, SCRIPT, content=script))
     config.extra_javascript.append(SCRIPT)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Put each diagram into a box that scrolls (docs/stylesheets/site.css)."""
+    return re.sub(r'(<pre class="mermaid">.*?</pre>)', r'<div class="diagram">\1</div>', html, flags=re.DOTALL)

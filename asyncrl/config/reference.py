@@ -10,6 +10,7 @@ import ast
 import inspect
 import io
 import itertools
+import re
 import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,22 @@ from asyncrl.config.limits import rule_of
 from asyncrl.config.schema import ExperimentConfig
 
 KEY = "<name>"  # in a path: a key that the user chooses
+# The fields that nearly every config sets
+FIRST = (
+    "experiment",
+    "allocation",
+    "model_path",
+    "prompts.path",
+    "rollout.tasks.<name>.reward",
+    "rollout.group_size",
+    "rollout.sampling.max_new_tokens",
+    "manager.max_head_offpolicyness",
+    "train.algorithm",
+    "train.batch_size",
+    "train.max_steps",
+    "train.max_tokens_per_mb",
+    "train.optimizer.lr",
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,18 @@ def markdown() -> str:
         "",
         f"`{KEY}` in a path stands for a name that you choose. Times are in seconds where a name ends with `_s`, and sizes",
         "in bytes where it ends with `_bytes`.",
+        "",
+        "## The fields to begin with",
+        "",
+        "Nearly every config sets some of these. The others have defaults that suit a first run.",
+        "",
+        "| field | default | meaning |",
+        "|---|---|---|",
+        *(
+            f"| `{field.path}` | `{field.default}` | {_brief(field.meaning)} |"
+            for path in FIRST
+            for field in select(path)
+        ),
     ]
     about = {prefix.rstrip("."): inspect.getdoc(section) or "" for prefix, section in sections_of(KEY)}
     for section, members in itertools.groupby(all_fields(), lambda field: field.path.rpartition(".")[0]):
@@ -117,6 +146,11 @@ def _entry(field: FieldReference) -> str:
     allowed = " or ".join(f"`{value}`" if value else '`""`' for value in field.allowed) or field.limits
     kind = ", ".join(part for part in (f"`{field.type}`", f"default `{field.default}`", allowed) if part)
     return f"- `{field.path}` ({kind}): {_escaped(field.meaning)}"
+
+
+def _brief(meaning: str) -> str:
+    """The first sentence of a meaning."""
+    return _escaped(re.split(r"[.;] ", meaning)[0].rstrip("."))
 
 
 def _escaped(text: str) -> str:

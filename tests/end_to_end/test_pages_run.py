@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,12 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             watch.wait_for_output("generation_server/1", 30)
             done(place, next(lines))
             assert (place / RUNS / "plot.png").is_file()
+            done(place, next(lines))
+            assert (place / "t0.html").is_file()
+            with begun(place, next(lines)) as shown_page:
+                shown_page.wait_for_output("the page: ", 60)
+                shown_page.signal(signal.SIGINT)
+                assert shown_page.wait(30) == 130
             assert "reward" in done(place, next(lines))
             for _ in ("trace", "profile", "scale"):
                 done(place, next(lines))
@@ -95,6 +102,29 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             assert "generation_server/2" in watch.output()
     assert list(lines) == []
     assert_nothing_left(place / RUNS / "b")
+
+
+@pytest.mark.release
+def test_the_tutorial(tmp_path: Path) -> None:
+    """Every command of docs/tutorial.md, in its order, with its reward. Only the first run is shortened."""
+    page = Path(pages.ROOT, "docs", "tutorial.md")
+    (reward,) = pages.blocks(page, "python")
+    lines = [line for block in pages.blocks(page, "bash") for line in block.splitlines()]
+    folder = tmp_path
+    for line in lines:
+        if line == "cd my_task":
+            folder = tmp_path / "my_task"
+            (folder / "partial.py").write_text(reward, encoding="utf-8")
+        elif line == "asyncrl-launch check config.yaml":
+            found = subprocess.run(words(line), cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+            assert found.returncode == 2
+            assert "there is no prompt file data/train.jsonl; make it with `python make.py --out .`" in found.stdout
+        else:
+            is_first_run = line.startswith("asyncrl-launch run config.yaml record")
+            done(folder, line, *(["train.max_steps=12"] if is_first_run else []))
+    steps = train_steps(folder / "runs" / "my_task" / "partial")
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert steps[-1]["reward/mean"] > 0.85
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["actor_critic", "sync"])
