@@ -28,7 +28,7 @@ SMALL = (
     "weights.fsync=false",
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def words(line: str, *overrides: str) -> list[str]:
 
 def done(place: Path, line: str, *overrides: str) -> str:
     """Run a line of a page and return its output (stdout, then stderr). Asserts that the exit code is 0."""
-    found = subprocess.run(words(line, *overrides), cwd=place, capture_output=True, text=True, timeout=300, check=False)
+    found = subprocess.run(words(line, *overrides), cwd=place, capture_output=True, text=True, timeout=900, check=False)
     assert found.returncode == 0, f"{line}\n{found.stdout}{found.stderr}"
     return found.stdout + found.stderr
 
