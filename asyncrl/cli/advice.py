@@ -8,9 +8,10 @@ differ) and of the time (a side is idle) are looked for in every run. All thresh
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from asyncrl.cli.run_files import Run, number
@@ -29,7 +30,9 @@ ENTROPY = 0.05  # nats a token
 CAPPED = 0.05  # share of trained tokens
 MISMATCH = 0.05  # share of the first step's tokens, as in the wide bounds of train.mismatch (docs/algorithms.md)
 IDLE = 0.2  # share of the time
+SLACK = 0.5  # share of what the servers can generate: with less, another split is proposed if it makes steps shorter
 OVERLAP = 0.1  # share of the training time in which servers generate: with less, the two sides alternate
+_BEST = 10  # one of so many tenths of a second in which a server generates is at its full speed
 LEAST_S = 10.0  # of steps: the servers' journals have tenths of a second
 _NOT_LEARNING = "the reward does not rise"
 
@@ -284,6 +287,9 @@ def _idle(run: Run) -> Symptom | None:
             _split(run, times) or "Give training more devices. A larger manager.max_head_offpolicyness does not help"
         )
         return Symptom("idle_servers", f"servers idle {idle}", f"{servers}; {waits}", remedy, "the servers are idle")
+    if (used := _used(run)) <= SLACK and times.waits_data < IDLE and (remedy := _split(run, times)):
+        figure = f"the servers generate {used:.0%} of what they can; {waits}"
+        return Symptom("idle_servers", f"servers at {used:.0%}", figure, remedy, "the servers are idle")
     if times.waits_weights >= IDLE:
         figure = f"the trainer waits {times.waits_weights:.0%} of the time until the previous version is written"
         remedy = "Use a faster disk for the run's folder, or weights.fsync=false"
@@ -292,16 +298,44 @@ def _idle(run: Run) -> Symptom | None:
 
 
 def _split(run: Run, times: _Times) -> str:
-    """The split of the same devices in proportion to the work of both sides. "": it is unknown, or the present one."""
+    """The split of the same devices with the shortest step, if the work of each side is spread evenly over its devices. "": it is
+    unknown, or the present one."""
     training, generation = (_devices(run, kind) for kind in ("train", "generated"))
-    busy = training * (1 - times.waits_data - times.waits_weights), generation * (1 - times.idle_servers)
+    used = _used(run)
+    shares = 1 - times.waits_data - times.waits_weights, used if math.isfinite(used) else 1 - times.idle_servers
+    busy = training * shares[0], generation * shares[1]
     total = training + generation
-    if min(training, generation) < 1 or not sum(busy) > 0:
+    if min(training, generation) < 1 or not min(busy) > 0:
         return ""
-    best = min(max(round(total * busy[1] / sum(busy)), 1), total - 1)
-    if best == generation:
+
+    def step(servers: int) -> float:
+        """The duration of a step with this many generation devices, as a multiple of the present one."""
+        return max(busy[0] / (total - servers), busy[1] / servers)
+
+    best = min(range(1, total), key=step)
+    if not step(best) < min(1.0, step(generation)):
         return ""
-    return f"Of these {total} devices, about {best} should generate and {total - best} train; now {generation} and {training} do"
+    return (
+        f"Of these {total} devices, about {best} should generate and {total - best} train; now {generation} and {training} do. "
+        f"A step then takes about {step(best):.0%} of its time"
+    )
+
+
+def _used(run: Run) -> float:
+    """The share of what the servers can generate that they generated in the newest steps. They can generate what they did in the
+    best tenth of their time. NaN: unknown."""
+    steps = run.steps[-WINDOW:]
+    begin = number(steps[0], "time") - number(steps[0], "time/step_s")
+    first, end = begin / JOURNAL_BUCKET_S, number(steps[-1], "time") / JOURNAL_BUCKET_S
+    if not end > first:
+        return math.nan
+    sums = Counter[tuple[int, int]]()
+    for server, newest in enumerate(run.newest_tokens):
+        for tenth, tokens in newest:
+            if first <= tenth < end:
+                sums[server, tenth] += tokens  # type: ignore[assignment]
+    best = sorted(sums.values())[-max(1, len(sums) // _BEST) :]
+    return sum(sums.values()) / (fmean(best) * len(run.newest_tokens) * (end - first)) if best else math.nan
 
 
 def _devices(run: Run, kind: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ _TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold mor
 _REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 _MOST_BUCKETS = 2000  # of a sum over time
 _MOST_EVENTS = 200  # the newest are kept
+_NEWEST_TENTHS = 6000  # of a server in which it generated
 
 Record = Mapping[str, object]
 
@@ -206,6 +207,7 @@ class Server:
 
     tokens: Sums = field(default_factory=Sums)
     versions: list[tuple[float, int]] = field(default_factory=list)  # unix seconds of the first token of each version
+    newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST_TENTHS))  # (tenth, tokens)
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class Run:
     ages: Mapping[str, Any] | None = None  # `offpolicyness` of summary.json; None: not written (yet)
     going_on: bool = False
     num_broken_lines: int = 0
+    newest_tokens: Sequence[Sequence[tuple[int, float]]] = ()  # of each server: (tenth, tokens) of the newest tenths
 
 
 class RunFiles:
@@ -307,7 +310,8 @@ class RunFiles:
         time, tokens = number(record, "time"), number(record, "tokens")
         if not (tokens > 0 and math.isfinite(time)):
             return
-        self.generating.add(round(time / JOURNAL_BUCKET_S))
+        self.generating.add(tenth := round(time / JOURNAL_BUCKET_S))
+        server.newest.append((tenth, tokens))
         server.tokens.add(time, tokens)
         try:
             version = WeightVersion.parse(str(record.get("version"))).version
@@ -342,6 +346,7 @@ class RunFiles:
                 ages=summary.get("offpolicyness") if summary.get("attempt") == lineage.newest else None,
                 going_on=going_on and lineage is shown[-1][0],
                 num_broken_lines=self.num_broken_lines,
+                newest_tokens=[server.newest for server in self.servers.values()],
             )
             for lineage, steps, evaluations in shown
         ]

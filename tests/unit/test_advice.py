@@ -168,13 +168,16 @@ def always(_):
 @pytest.mark.parametrize(
     ("run", "title", "figure", "remedy"),
     [
-        # The trainer works half of the time: 2 devices do the work of 1, so 3 of 4 should generate
+        # The trainer works half of the time: 4 devices do the work of 2. With 5 of 8 devices generation takes 4/5 of the time,
+        # and training on 3 takes 2/3
         (
-            timed_run(5.0, 5.0, 0.0, always),
+            timed_run(5.0, 5.0, 0.0, always, devices=(4, 4)),
             "the trainer is idle",
             "waits for data 50% of the time; no server generates in 0%",
-            "Of these 4 devices, about 3 should generate and 1 train; now 2 and 2 do",
+            "about 5 should generate and 3 train; now 4 and 4 do. A step then takes about 80% of its time",
         ),
+        # With 3 of 4 devices training on one would take as long as a step takes now
+        (timed_run(5.0, 5.0, 0.0, always), "the trainer is idle", "50%", "Give generation more devices"),
         # The servers work 40 % of the time: 6 devices do the work of 2.4, so of 8 devices about 4 should generate
         (
             timed_run(0.0, 10.0, 0.0, lambda tenth: tenth < 40, devices=(2, 6)),
