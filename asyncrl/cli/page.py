@@ -11,6 +11,7 @@ Texts of a run are data: they travel as JSON, and the script puts them into text
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,7 +40,10 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import Clock
 
 _POINTS = 500  # most points of a curve
-_FRESH_S = 1.0  # an answer is given again for this long
+_FRESH_S = (
+    0.3  # an answer is given again for this long; with the page's turns a record is on the screen within a second
+)
+_FRESH_PROCESSES_S = 1.0  # the same for an answer for which name resolve is asked
 _MOST_ANSWERS = 32  # kept
 _MOST_SEARCHED, _MOST_FOUND = 2000, 200  # recorded trajectories
 _BOUNDS = {"min_reward": "-inf", "max_reward": "inf", "min_tokens": "0", "max_tokens": "inf"}
@@ -74,6 +78,7 @@ class Page:
         self._one_at_a_time = asyncio.Lock()
         self._groups: dict[Path, dict[str, Any]] = {}  # the newest recorded files of one run
         self._surroundings: tuple[Path, Surroundings] | None = None
+        self._timeline: tuple[object, object] = (None, None)  # of one run, and what it was made from
         self._answers: dict[str, tuple[float, bytes]] = {}  # request -> (monotonic seconds, JSON); the oldest first
 
         self.views: dict[str, View] = {
@@ -113,8 +118,8 @@ class Page:
 
     async def _body(self, asked: str, view: View, query: Mapping[str, str]) -> bytes:
         async with self._one_at_a_time:
-            made, body = self._answers.pop(asked, (-_FRESH_S, b""))
-            if self._clock.monotonic() - made >= _FRESH_S:
+            made, body = self._answers.pop(asked, (-math.inf, b""))
+            if self._clock.monotonic() - made >= (_FRESH_PROCESSES_S if view == self._processes else _FRESH_S):
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(view(query)))
                 made = self._clock.monotonic()
             self._answers[asked] = made, body
@@ -152,7 +157,13 @@ class Page:
 
     def _time(self, query: Mapping[str, str]) -> object:
         files = self._of(query)
-        runs = files.runs(query["run"], going_on=is_running(files.run_dir))
+        mark = query["run"], files.revision, is_running(files.run_dir)
+        if self._timeline[0] != mark:
+            self._timeline = mark, self._make_time(files, query["run"])
+        return self._timeline[1]
+
+    def _make_time(self, files: RunFiles, name: str) -> object:
+        runs = files.runs(name, going_on=is_running(files.run_dir))
         panels = timeline(files, runs[-1] if runs else None)
         return {"panels": [_shown(panel) for panel in panels], "events": files.events}
 

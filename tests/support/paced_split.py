@@ -74,5 +74,8 @@ def _record(step: int, begin: float, has_data: float, end: float, servers: int, 
     record |= {"time/wait_data_s": has_data - begin, "time/train_s": end - has_data, "time/wait_weights_s": 0.0}
     record |= {"reward/min": 0.0, "reward/max": 1.0}
     for kind, devices in (("train", trainers), ("generated", servers)):
-        record |= {f"throughput/{kind}_tokens_per_s": 10.0 * devices, f"throughput/{kind}_tokens_per_s_per_device": 10.0}
+        record |= {
+            f"throughput/{kind}_tokens_per_s": 10.0 * devices,
+            f"throughput/{kind}_tokens_per_s_per_device": 10.0,
+        }
     return record

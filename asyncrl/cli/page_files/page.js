@@ -2,7 +2,7 @@
 // Everything that a run has written reaches the page as text: `make` sets textContent and properties, never HTML.
 
 const COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#b1509e", "#c9a227", "#5aa9b8", "#d0525b", "#7a6fd0", "#8a8f98"];
-const EVERY_MS = 1000;
+const EVERY_MS = 400;
 const byId = (id) => document.getElementById(id);
 const saved = byId("saved") && JSON.parse(byId("saved").textContent); // the answers, in a file of `plot --html`
 const VIEWS = saved ? { learning, time, advice } : { learning, time, processes, trajectories, advice };
