@@ -11,6 +11,7 @@ Texts of a run are data: they travel as JSON, and the script puts them into text
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 from base64 import b64encode
@@ -29,23 +30,26 @@ from asyncrl.cli.commands.common import goes_on, names_of, not_running
 from asyncrl.cli.commands.inspect import Surroundings, make_view, surroundings_of, task_name
 from asyncrl.cli.curves import Panel, panel_object, picture, thinned, timeline
 from asyncrl.cli.live_state import read_seen
-from asyncrl.cli.run_files import Run, RunFiles, read_entry
+from asyncrl.cli.run_files import Run, RunEntry, RunFiles, read_entry
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.data.trajectories import TrajectoryError, read_header
 from asyncrl.launch.redact import redact_urls
-from asyncrl.launch.rundir import LaunchError, is_running, read_record
+from asyncrl.launch.rundir import RUN_FILE, SUMMARY_FILE, LaunchError, is_running, read_record
 from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.metrics import METRICS_FILE
 
 _POINTS = 500  # most points of a curve
 _FRESH_S = (
     0.3  # an answer is given again for this long; with the page's turns a record is on the screen within a second
 )
 _FRESH_PROCESSES_S = 1.0  # the same for an answer for which name resolve is asked
+_TOKENS_TENTHS = 50  # curves of the servers' tokens are made anew for each five seconds of tokens
 _MOST_ANSWERS = 32  # kept
 _MOST_SEARCHED, _MOST_FOUND = 2000, 200  # recorded trajectories
+_ENTRY_FILES = (METRICS_FILE, RUN_FILE, SUMMARY_FILE)
 _BOUNDS = {"min_reward": "-inf", "max_reward": "inf", "min_tokens": "0", "max_tokens": "inf"}
 _FILES = {
     "/": "index.html",
@@ -78,6 +82,7 @@ class Page:
         self._one_at_a_time = asyncio.Lock()
         self._groups: dict[Path, dict[str, Any]] = {}  # the newest recorded files of one run
         self._surroundings: tuple[Path, Surroundings] | None = None
+        self._entries: dict[Path, tuple[object, RunEntry]] = {}  # and what each was made from
         self._timeline: tuple[object, object] = (None, None)  # of one run, and what it was made from
         self._answers: dict[str, tuple[float, bytes]] = {}  # request -> (monotonic seconds, JSON); the oldest first
 
@@ -136,8 +141,16 @@ class Page:
     # -------------------------------------------------------------------------------------------------------------- views
 
     def _runs(self, _: Mapping[str, str]) -> object:
-        entries = {name: read_entry(path) for name, path in self._run_dirs.items()}
-        return [{**asdict(entry), "name": name} for name, entry in entries.items()]
+        return [{**asdict(self._entry(path)), "name": name} for name, path in self._run_dirs.items()]
+
+    def _entry(self, run_dir: Path) -> RunEntry:
+        """It is read again only if its files or its launcher have changed."""
+        times = [path.stat().st_mtime_ns for name in _ENTRY_FILES if (path := run_dir / name).exists()]
+        with contextlib.suppress(LaunchError):  # of a damaged run, which the entry tells
+            times.append(is_running(run_dir))
+        if self._entries.get(run_dir, (None,))[0] != times:
+            self._entries[run_dir] = times, read_entry(run_dir)
+        return self._entries[run_dir][1]
 
     def _of_records(self, make: Callable[[list[Run]], object]) -> View:
         """A view of the lineages of the runs that a request names. It is made anew only if a run has a new record of a step or an
@@ -157,7 +170,9 @@ class Page:
 
     def _time(self, query: Mapping[str, str]) -> object:
         files = self._of(query)
-        mark = query["run"], files.revision, is_running(files.run_dir)
+        rejected = sum(sums.buckets.total() for sums in files.rejected.values())
+        seen = len(files.records), len(files.events), len(files.published), rejected
+        mark = query["run"], seen, files.generating.newest // _TOKENS_TENTHS, is_running(files.run_dir)
         if self._timeline[0] != mark:
             self._timeline = mark, self._make_time(files, query["run"])
         return self._timeline[1]

@@ -173,7 +173,7 @@ def test_the_data_of_the_panels_are_printed_as_json(run, capsys):
     code, out = plot(capsys, run, "--json")
     answer = json.loads(out)
     assert code == 0
-    assert [entry["name"] for entry in answer["panels"]][:2] == ["reward", "off_policyness"]
+    assert [entry["name"] for entry in answer["panels"]][:2] == ["reward", "response_length"]
     assert answer["panels"][0]["series"][0]["y"][:3] == [0.1, 0.2, 0.3]
     assert answer["runs"][0]["steps"] == 30
     assert answer["picture"] is None
