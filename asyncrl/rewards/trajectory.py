@@ -292,7 +292,7 @@ def complete_sample(
     if dense_rewards and DENSE_REWARDS not in sample.data:
         sample = sample.update(sample.derive({DENSE_REWARDS: np.zeros(len(sample.data["loss_mask"]), np.float32)}))
     if branches and SESSIONS not in sample.data:
-        sample = sample.update(sample.derive({SESSIONS: np.arange(sample.num_sequences())}))
+        sample = sample.update(sample.derive({SESSIONS: np.arange(sample.num_sequences())}, like="rewards"))
     if branches and not 0 <= sample.data[SESSIONS].min() <= sample.data[SESSIONS].max() < sample.num_sequences():
         raise ValueError(
             f"an agent's sample has sessions {sample.data[SESSIONS].tolist()}; number them from 0, below the number of sequences"

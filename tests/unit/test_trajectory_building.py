@@ -205,3 +205,10 @@ def test_the_summary_counts_sampled_tokens() -> None:
     assert summary == GroupSummary(
         seqlens=[5, 2], response_lengths=[3, 1], rewards=[0.0, 1.0], version_start=[V1, V3], version_end=[V2, V3]
     )
+
+
+def test_sequences_are_sessions_of_their_own_unless_the_agent_says_otherwise() -> None:
+    """With train.branches a task whose agent has one sequence for each member trains beside others."""
+    sample = build_sample("s", [episode([1, 2], [3, 4]), episode([1, 2], [5])])
+    made = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, branches=True)
+    assert made.data["sessions"].tolist() == [0, 1]
