@@ -11,6 +11,7 @@ sequences each; A actions: the tokens that the policy sampled (mask_T), in order
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,18 @@ def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
     factor_G = sizes_G / (sizes_G - 1).clamp(min=1)
     factor_S = factor_G.repeat_interleave(sizes_G.long(), output_size=len(rewards_S))
     return (factor_S * (rewards_S.double() - group_means(rewards_S, group_sizes))).to(rewards_S.dtype)
+
+
+def groups_of_seats(data: Mapping[str, Tensor], group_sizes: Sequence[int]) -> Sequence[int]:
+    """The sizes of the groups whose responses are compared with each other: of each seat in each group.
+
+    The sequences of a seat lie one after another (`seats`, S). Without `seats` a group is compared as a whole.
+    """
+    if "seats" not in data:
+        return group_sizes
+    group_S = torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes, dtype=torch.int64))
+    pairs = zip(group_S.tolist(), data["seats"].tolist(), strict=True)
+    return [len(list(of)) for _, of in itertools.groupby(pairs)]
 
 
 def session_advantages(scores_S: Tensor, sessions_S: Tensor, group_sizes: Sequence[int], config: PPOConfig) -> Tensor:
@@ -272,14 +285,15 @@ def compute_advantages(
 ) -> Advantages:
     """Compute advantages from the keys of `advantage_keys` (packed, of this rank's groups). kl_coef: of the KL controller.
 
-    Optional keys: `values` (T: a critic's values, denormalised to units of rewards), `dense_rewards` (T), `sessions` (S).
+    Optional keys: `values` (T: a critic's values, denormalised to units of rewards), `dense_rewards` (T), `sessions`, `seats` (S).
     Collective if config.advantage_norm is `batch` (every rank calls it, even without groups), else not.
 
-    If config compares responses within their group (schema.judges_by_group), the sum of a sequence's dense rewards is added to its
-    reward, and every token gets the advantage of its response plus the result of `gae` on the KL penalties alone (with discount =
-    gae_lambda = 1: the sum of the token's and all later penalties of its sequence). The penalties take no part in the group's
-    normalisation, which would enlarge them in a group of nearly equal rewards. Values are not used.
-    Otherwise the reward is placed at the last sampled token, each dense reward at its own token, and GAE gives the advantages.
+    If config compares responses within their group (schema.judges_by_group), or their seat of it (`groups_of_seats`), the sum of a
+    sequence's dense rewards is added to its reward, and every token gets the advantage of its response plus the result of `gae` on
+    the KL penalties alone (with discount = gae_lambda = 1: the sum of the token's and all later penalties of its sequence). The
+    penalties take no part in the group's normalisation, which would enlarge them in a group of nearly equal rewards. Values are not
+    used. Otherwise the reward is placed at the last sampled token, each dense reward at its own token, and GAE gives the
+    advantages.
     """
     sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]
     mask_T = trained_mask(sampled_T, truncated_S, cu_seqlens, mask_too_long=config.mask_too_long)
@@ -310,10 +324,11 @@ def compute_advantages(
     base_T = zeros_T
     if judges_by_group(config):
         scores_S = rewards_S + sum_per_sequence(dense_T, cu_seqlens)
+        compared = groups_of_seats(data, group_sizes)
         if "sessions" in data:
-            base_S = session_advantages(scores_S, data["sessions"], group_sizes, config)
+            base_S = session_advantages(scores_S, data["sessions"], compared, config)
         else:
-            base_S = _judge(scores_S, group_sizes, config)
+            base_S = _judge(scores_S, compared, config)
         base_T = to_tokens(base_S, cu_seqlens)
         values_T = zeros_T
     else:

@@ -465,8 +465,8 @@ class TrainConfig:
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
     # advantages include them. false: such a reward rejects its prompt
     dense_rewards: bool = False
-    # Groups of agents with agent_args.trained=all: trajectories carry the session of each sequence (`sessions`), and each session
-    # counts once in its group's baseline. false: such a group rejects its prompt
+    # Groups of agents with agent_args.trained=all, or with several seats: trajectories carry the session and the seat of each
+    # sequence (`sessions`, `seats`), and each session counts once in its seat's baseline. false: such a group rejects its prompt
     branches: bool = False
     # Mixtures of experts: servers return the experts of each token, and trajectories carry them as routed_experts: a byte for each
     # layer and each expert of a token, or two with more than 255 experts. Servers then share no prefixes. compare: steps report how

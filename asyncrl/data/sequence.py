@@ -78,7 +78,10 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "version_end": _spec("int64", "sequence"),
     # Seconds since 1970: when the rollout worker got the ticket; with mode=sync when the generation of the batch began.
     "birth_time": _spec("float64", "group"),
-    "sessions": _spec("int64", "sequence"),  # index in the group of the sequence's session (train.branches)
+    # With train.branches: the sequence's session, an index among those of its seat in the group, and its seat. The sequences of a
+    # seat lie one after another
+    "sessions": _spec("int64", "sequence"),
+    "seats": _spec("int64", "sequence"),
     "routed_experts": _spec("uint8", "runs"),  # the experts of each token, as data/routes.py has them (train.routes)
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),

@@ -45,7 +45,7 @@ TRAJECTORY_KEYS = (
     "birth_time",
 )
 DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an MFC of train.mfcs writes it
-SESSIONS = "sessions"  # comes with the trajectories (train.branches)
+SESSIONS, SEATS = "sessions", "seats"  # come with the trajectories (train.branches)
 
 
 class DataflowGraph:
@@ -105,7 +105,7 @@ def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
     """The keys that every trajectory of a run carries."""
     dense = (DENSE_REWARDS,) if train.dense_rewards else ()
     routes = (ROUTES,) if uses_routes(train) else ()
-    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS,) if train.branches else ()), *routes, *train.words)
+    return (*TRAJECTORY_KEYS, *dense, *((SESSIONS, SEATS) if train.branches else ()), *routes, *train.words)
 
 
 def uses_routes(train: TrainConfig) -> bool:
@@ -119,7 +119,7 @@ def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     made = {key for mfc in kept for key in mfc.output_keys}
     words = {key for mfc in kept for key in mfc.input_keys if is_words(key)} - made
     dense = () if DENSE_REWARDS in made else (DENSE_REWARDS,)
-    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, ROUTES, *dense, *sorted(words)))
+    return DataflowGraph(kept, (*TRAJECTORY_KEYS, SESSIONS, SEATS, ROUTES, *dense, *sorted(words)))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
@@ -135,7 +135,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
     which it reads only for a KL penalty or a teacher. If steps may go on without actor_inf, it then reads the servers' logprobs,
     too. It also reads the keys `dense_rewards` and `values` if an MFC of train.mfcs writes them. With train.dense_rewards the
-    trajectories have `dense_rewards`, and with train.branches `sessions`.
+    trajectories have `dense_rewards`, and with train.branches `sessions` and `seats`.
     `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
@@ -164,7 +164,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
     judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]
     judged += [DENSE_REWARDS] if train.dense_rewards and DENSE_REWARDS not in judged else []
-    judged += [SESSIONS] if train.branches else []
+    judged += [SESSIONS, SEATS] if train.branches else []
     advantages = MFCDef(
         ADVANTAGES_MFC,
         "actor",

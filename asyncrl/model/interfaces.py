@@ -37,6 +37,7 @@ from asyncrl.algorithms.advantages import (
     compute_advantages,
     distillation_advantages,
     distillation_keys,
+    groups_of_seats,
 )
 from asyncrl.algorithms.entropy import EntropyController
 from asyncrl.algorithms.kl import make_kl_controller
@@ -48,7 +49,7 @@ from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, j
 from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.data.words import words_error
-from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, is_one_update, uses_routes
+from asyncrl.dataflow.graph import DENSE_REWARDS, SEATS, SESSIONS, is_one_update, uses_routes
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.dataflow.statistics import merge_stats
@@ -255,7 +256,8 @@ def group_columns(local: LocalBatch, made: Advantages, *, adds_dense: bool = Fal
         raw_S, shaped_S = raw_S + dense_S, scores_S
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
     advantages, of_A = made.advantages_T[made.mask_T].double(), of_T[made.mask_T]
-    scores = [scores_S[of_S == group] for group in range(len(sizes_G))]
+    compared = torch.tensor(groups_of_seats(local.data, local.group_sizes), dtype=torch.int64)
+    first_S = scores_S[compared.cumsum(0) - compared].repeat_interleave(compared)
     columns = {
         "groups": torch.ones(len(sizes_G)),
         "sequences": sizes_G,
@@ -265,7 +267,7 @@ def group_columns(local: LocalBatch, made: Advantages, *, adds_dense: bool = Fal
         "reward": local.sums(raw_S, of_S),
         "reward_squared": local.sums(raw_S.square(), of_S),
         "shaped": local.sums(shaped_S, of_S),
-        "equal_groups": torch.tensor([len(of) > 0 and bool((of == of[0]).all()) for of in scores]),
+        "equal_groups": (sizes_G > 0) & (local.sums(scores_S != first_S, of_S) == 0),
         "prompt": local.sums(local.data["prompt_mask"], of_T),
         "truncated": local.sums(local.data["seq_no_eos_mask"], of_S),
         "advantage": local.sums(advantages, of_A),
@@ -546,7 +548,7 @@ class AdvantagesInterface(Interface):
         self.keys += distillation_keys(train.ppo) if train.teacher is not None else []
         self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
-        self.keys += [key for key in (DENSE_REWARDS, SESSIONS) if key in mfc.input_keys]
+        self.keys += [key for key in (DENSE_REWARDS, SESSIONS, SEATS) if key in mfc.input_keys]
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(

@@ -277,7 +277,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
 
 def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool]:
     """Return the answer, and whether this process can take another call."""
-    from asyncrl.rewards.reward_function import as_reward, shown
+    from asyncrl.rewards.reward_function import shown
     from asyncrl.rewards.score import answers_of
 
     start = time.perf_counter()
@@ -287,7 +287,7 @@ def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool
             values = [function.call(*args, **kwargs) for args, kwargs in arguments]
         else:
             values = loop.run_until_complete(_all(function, arguments))
-        numbers = [as_reward(value) for value in values]
+        numbers = [function.returned(value) for value in values]
         for value, number in zip(values, numbers, strict=True):
             if number is None:
                 return {"no_number": shown(value)}, True

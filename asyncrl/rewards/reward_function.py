@@ -23,6 +23,7 @@ class Form:
     what: str
     arguments: tuple[str, ...]  # by position
     optional: tuple[str, ...] = ()  # by keyword, if the function accepts them
+    seats: bool = False  # whether it may return the rewards of several seats
 
 
 REWARD = Form("reward", ("prompt", "completion", "answer"), ("finished", "task", "row"))
@@ -36,6 +37,7 @@ class RewardFunction:
     call: Callable[..., Any]
     is_async: bool
     arguments: tuple[str, ...]
+    returned: Callable[[Any], Any]  # the checked return value; None: it is no reward
 
     @classmethod
     def import_from(cls, spec: str, form: Form = REWARD) -> RewardFunction:
@@ -46,7 +48,8 @@ class RewardFunction:
             raise ConfigError(f"{form.what} {spec!r} is {function!r}, which is not callable; name a function")
         _check_signature(spec, function, form)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        return cls(spec, function, is_async, _optional_arguments(function, form))
+        returned = as_seats if form.seats else as_reward
+        return cls(spec, function, is_async, _optional_arguments(function, form), returned)
 
 
 def as_reward(value: Any) -> float | None:
@@ -58,6 +61,19 @@ def as_reward(value: Any) -> float | None:
     except Exception:  # a user's object may raise any exception
         return None
     return number if abs(number) <= _LARGEST else None
+
+
+def as_seats(value: Any) -> float | list[tuple[str, float, str]] | None:
+    """The value of `as_reward`, or a list of (seat, reward, speaker), as SeatReward has them; None if it is neither."""
+    if not isinstance(value, (list, tuple)):
+        return as_reward(value)
+    try:
+        seats = [(seat, as_reward(reward), speaker) for seat, reward, speaker in value]
+    except (TypeError, ValueError):
+        return None
+    fit = all(isinstance(seat, str) and isinstance(speaker, str) for seat, _, speaker in seats)
+    found = [(seat, reward, speaker) for seat, reward, speaker in seats if reward is not None]
+    return found if fit and len(found) == len(seats) else None
 
 
 def shown(value: Any) -> str:

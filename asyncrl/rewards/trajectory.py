@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from asyncrl.data.routes import ROUTES, Routes
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
-from asyncrl.dataflow.graph import DENSE_REWARDS, SESSIONS, TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import DENSE_REWARDS, SEATS, SESSIONS, TRAJECTORY_KEYS
 from asyncrl.protocol.trajectories import GroupSummary
 from asyncrl.rewards.score import Score, answers_of
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
@@ -160,13 +160,14 @@ def build_sample(
     *,
     clock: Clock = SYSTEM_CLOCK,
     sessions: Sequence[int] | None = None,
+    seats: Sequence[int] | None = None,
 ) -> SequenceSample:
     """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
 
     `words_answer_of_score` is there only if an episode has a Score, `dense_rewards` only if one has rewards of tokens, and
     `routed_experts` only if all responses have routes.
-    sessions: the index of each episode's session in the group, which becomes the key `sessions`; None: each episode is a session,
-    and the key is absent.
+    sessions: the index of each episode's session among those of its seat, which becomes the key `sessions`; None: each episode is a
+    session, and the key is absent. seats: the index of each episode's seat, in ascending order; None: there is one.
     """
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
@@ -216,6 +217,8 @@ def build_sample(
         data[DENSE_REWARDS] = dense
     if sessions is not None:
         data[SESSIONS] = np.array(sessions, np.int64)
+    if seats is not None:
+        data[SEATS] = np.array(seats, np.int64)
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
     sample = SequenceSample((sample_id,), seqlens, data)
@@ -255,7 +258,8 @@ def complete_sample(
 
     words: train.words, which the agent may set. The answers of Scores (ANSWERS) are left out.
     dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
-    branches: train.branches. The result then has `sessions`; each sequence is a session if the agent says nothing else.
+    branches: train.branches. The result then has `sessions` and `seats`; each sequence is a session of the same seat if the agent
+    says nothing else.
     routes: whether train.routes needs `routed_experts`.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
@@ -270,12 +274,12 @@ def complete_sample(
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    read = {*needed, *words, *((DENSE_REWARDS,) if dense_rewards else ()), *((SESSIONS,) if branches else ())}
+    read = {*needed, *words, *((DENSE_REWARDS,) if dense_rewards else ()), *((SESSIONS, SEATS) if branches else ())}
     unread = [key for key in sample.data if spec_of(key) is not None and key not in read]
-    if unread == [SESSIONS]:
+    if unread and {SESSIONS, SEATS}.issuperset(unread):
         raise ValueError(
-            "an agent's sample has several sequences of a session (`sessions`); set train.branches=true, or agent_args.trained to "
-            "last or longest"
+            f"an agent's sample has several sequences of a session, or several seats ({', '.join(unread)}); set "
+            "train.branches=true, or train one seat with agent_args.trained=last or longest"
         )
     if unread == [DENSE_REWARDS]:
         raise ValueError(
@@ -293,9 +297,16 @@ def complete_sample(
         sample = sample.update(sample.derive({DENSE_REWARDS: np.zeros(len(sample.data["loss_mask"]), np.float32)}))
     if branches and SESSIONS not in sample.data:
         sample = sample.update(sample.derive({SESSIONS: np.arange(sample.num_sequences())}, like="rewards"))
-    if branches and not 0 <= sample.data[SESSIONS].min() <= sample.data[SESSIONS].max() < sample.num_sequences():
+    if branches and SEATS not in sample.data:
+        sample = sample.update(sample.derive({SEATS: np.zeros(sample.num_sequences(), np.int64)}, like="rewards"))
+    if branches and (np.diff(sample.data[SEATS]) < 0).any():
         raise ValueError(
-            f"an agent's sample has sessions {sample.data[SESSIONS].tolist()}; number them from 0, below the number of sequences"
+            f"an agent's sample has seats {sample.data[SEATS].tolist()}; put the sequences of a seat side by side"
+        )
+    if branches and any(not 0 <= of.min() <= of.max() < len(of) for of in _by_seat(sample, SESSIONS)):
+        raise ValueError(
+            f"an agent's sample has sessions {sample.data[SESSIONS].tolist()}; number those of a seat from 0, below the number of "
+            "its sequences"
         )
     if not np.isfinite(total_rewards(sample)).all():
         raise ValueError(f"an agent's sample has rewards that are not finite: {total_rewards(sample).tolist()}")
@@ -344,7 +355,9 @@ def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSumma
     """
     if SESSIONS not in sample.data:
         return summary
-    _, of_S, count_K = np.unique(sample.data[SESSIONS], return_inverse=True, return_counts=True)
+    # Like the sequences, sessions are ordered by seat
+    sessions = sample.data.get(SEATS, 0) * sample.num_sequences() + sample.data[SESSIONS]
+    _, of_S, count_K = np.unique(sessions, return_inverse=True, return_counts=True)
     answers = summary.answers
     last = [int(np.flatnonzero(of_S == session)[-1]) for session in range(len(count_K))]
     return GroupSummary(
@@ -355,3 +368,16 @@ def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSumma
         version_end=[summary.version_end[at] for at in last],
         answers=[answers[at] for at in last] if answers else [],
     )
+
+
+def rewards_by_seat(sample: SequenceSample, judged: GroupSummary) -> list[list[float]]:
+    """The rewards of the sessions of each seat. judged: the result of `session_summary`."""
+    if SEATS not in sample.data:
+        return [judged.rewards]
+    counts = [len(np.unique(sessions)) for sessions in _by_seat(sample, SESSIONS)]
+    return [part.tolist() for part in np.split(np.array(judged.rewards), np.cumsum(counts)[:-1])]
+
+
+def _by_seat(sample: SequenceSample, key: str) -> list[npt.NDArray[Any]]:
+    """The values of a key with a value for each sequence, as one part for each seat."""
+    return np.split(sample.data[key], np.flatnonzero(np.diff(sample.data[SEATS])) + 1)

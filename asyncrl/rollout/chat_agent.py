@@ -6,9 +6,9 @@
             return float(reply.choices[0].message.content == prompt.answer)
 
 Each member of a group has its own session; the sessions run concurrently. Of each session one sequence is trained: the one that
-ends with the last answer, or the longest. With trained=all every sequence is trained that is no prefix of another.
-A sequence contains the policy's answers with exactly the sampled tokens, and the agent's
-messages are masked out. Agents that use the queues instead are in agent.py.
+ends with the last answer, or the longest. With trained=all every sequence is trained that is no prefix of another. If `chat`
+returns the rewards of several seats, this holds for each speaker. A sequence contains the policy's answers with exactly the sampled
+tokens, and the agent's messages are masked out. Agents that use the queues instead are in agent.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -47,7 +47,19 @@ _MAX_THREADS = 64  # plain `chat` functions that run at the same time, per task 
 _MAX_ABANDONED = 32  # threads that outlived their rollout; beyond this no thread is started
 _LOGGER = logging.getLogger(__name__)
 
-ChatReward = float | None | Sequence[float | Sequence[float]] | Mapping[str, float]
+
+class SeatReward(NamedTuple):
+    """The reward of a seat that is trained. Each seat of a task has groups of its own.
+
+    speaker: the header X-Session-ID of its requests; "": the seat's name. A seat may have several speakers.
+    """
+
+    seat: str
+    reward: float
+    speaker: str = ""
+
+
+ChatReward = float | None | Sequence[float | Sequence[float]] | Sequence[SeatReward] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,7 @@ class ChatAgent(ABC):
 
         A number: of the whole session, and so of each of its trained sequences. A mapping: the reward of each trained sequence, by
         the id of its last answer (`reply.id`), for every sequence.
+        A list of SeatRewards: the seats that are trained; answers to other speakers are sampled and not trained.
         None: the task's env judges the last answer of the trained sequence. With
         train.dense_rewards also a list with one entry for each answer of the trained sequence, in order: a number, placed at the
         answer's last token, or a list with one number for each token of the answer; not with trained=all.
@@ -130,16 +143,23 @@ class ChatAgent(ABC):
     async def collect_sessions(
         self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy
     ) -> list[SequenceSample]:
-        """The trajectory of one prompt. The first member that fails cancels the others."""
+        """The trajectory of one prompt. The first member that fails cancels the others.
+
+        It holds the sequences of all seats, seat by seat, so that a ticket is one trajectory, whatever the number of seats.
+        """
         members = [self._play(prompt, env.fork(), endpoint, policy, member) for member in range(self.group_size)]
-        played = await gather_or_cancel(members)
-        sessions = [member for member, episodes in enumerate(played) for _ in episodes]
-        episodes = [episode for of_session in played for episode in of_session]
-        return [build_sample(prompt.prompt_id, episodes, sessions=sessions if self.trained == "all" else None)]
+        played = [speaker for of_member in await gather_or_cancel(members) for speaker in of_member]
+        by_seat = [[of for of in played if of.seat == seat] for seat in sorted({of.seat for of in played})]
+        episodes = [episode for speakers in by_seat for of in speakers for episode in of.episodes]
+        if self.trained != "all" and len(by_seat) == 1 and len(played) == self.group_size:
+            return [build_sample(prompt.prompt_id, episodes)]
+        sessions = [at for speakers in by_seat for at, of in enumerate(speakers) for _ in of.episodes]
+        seats = [at for at, speakers in enumerate(by_seat) for of in speakers for _ in of.episodes]
+        return [build_sample(prompt.prompt_id, episodes, sessions=sessions, seats=seats)]
 
     async def _play(
         self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy, member: int
-    ) -> list[Episode]:
+    ) -> list[_Spoken]:
         """Play one member, from the start of its session to the end."""
         session = Session(
             policy,
@@ -157,6 +177,10 @@ class ChatAgent(ABC):
             await env.reset()
             seen = ChatSession(endpoint.base_url(session_id), session_id, member, env, self.sampling, endpoint)
             value = await self._converse(session, seen, prompt)
+            if _are_seats(value):
+                played = _spoken(session, self.trained, value)
+                session.count_trained([leaf for of in played for leaf in of.leaves])
+                return played
             leaves = session.leaves(self.trained)
             turn, episodes = leaves[-1], episodes_of(leaves)
             if value is None:
@@ -169,7 +193,7 @@ class ChatAgent(ABC):
             await env.close()
         self._count(session, leaves)
         _add_rewards({leaf.completion_id: episode for leaf, episode in zip(leaves, episodes, strict=True)}, value)
-        return episodes
+        return [_Spoken("", leaves, episodes)]
 
     async def _converse(self, session: Session, seen: ChatSession, prompt: Prompt) -> Any:
         """Run `chat`. An error that ends the rollout inside a request is raised here, even if `chat` swallows it."""
@@ -214,6 +238,30 @@ class ChatAgent(ABC):
                 "one answered last" if self.trained == "last" else "longest",
                 left_out,
             )
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """The trained sequences of a seat's speaker in a session."""
+
+    seat: str
+    leaves: list[Turn]
+    episodes: list[Episode]
+
+
+def _spoken(session: Session, trained: Trained, given: Sequence[SeatReward]) -> list[_Spoken]:
+    leaves = {speaker: session.leaves(trained, speaker) for speaker in (of.speaker or of.seat for of in given)}
+    if len(leaves) < len(given):  # its tokens would be trained twice
+        raise ValueError(f"chat returned several rewards for a speaker: {given}; return one for each")
+    spoken = [_Spoken(of.seat, ends, episodes_of(ends)) for of, ends in zip(given, leaves.values(), strict=True)]
+    for of, reward in zip(spoken, given, strict=True):
+        for episode in of.episodes:
+            episode.add_reward(_finite(reward.reward))
+    return spoken
+
+
+def _are_seats(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(of, SeatReward) for of in value)
 
 
 class _Threads:

@@ -17,17 +17,18 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import Form
-from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
+from asyncrl.rollout.chat_agent import ChatAgent, ChatSession, SeatReward
 
 _LOGGER = logging.getLogger(__name__)
-_EPISODE = Form("function of episodes", ("settings", "item", "address"))
+_EPISODE = Form("function of episodes", ("settings", "item", "address"), seats=True)
 
 
 class EpisodeAgent(ChatAgent):
     """Plays one episode for each member of a group.
 
-    play: `package.module:function` or `path/to/file.py:function`, called as (settings, item, address) -> reward. item: the prompt's
-    row. address: `base_url` and `api_key` of the policy, and the group's `member`.
+    play: `package.module:function` or `path/to/file.py:function`, called as (settings, item, address) -> reward. It may also return
+    a list of (seat, reward, speaker), as SeatReward has them. item: the prompt's row. address: `base_url` and `api_key` of the
+    policy, and the group's `member`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class EpisodeAgent(ChatAgent):
         self._settings, self._limit_s = dict(settings or {}), limit_s
         self._spec, self._judges = play, _judges(play, python, memory_bytes, processes)
 
-    async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+    async def chat(self, session: ChatSession, prompt: Prompt) -> float | list[SeatReward]:
         address = {"base_url": session.base_url, "api_key": session.api_key, "member": session.member}
         try:
             answer = await self._judges.ask([((self._settings, dict(prompt.row), address), {})], self._limit_s)
@@ -64,7 +65,8 @@ class EpisodeAgent(ChatAgent):
             raise RolloutReleased("episode_error", f"{self._spec} raised {answer['error']}")
         if "no_number" in answer:
             raise RolloutRejected("reward_not_finite", f"{self._spec} returned {answer['no_number']}")
-        return float(answer["values"][0])
+        (value,) = answer["values"]
+        return [SeatReward(*seat) for seat in value] if isinstance(value, list) else float(value)
 
 
 class VerifiersAgent(EpisodeAgent):

@@ -5,9 +5,9 @@
     POST /v1/messages           Anthropic's messages
 
 The API key (Authorization: Bearer <session id>, or x-api-key) or the URL (/session/<session id>/v1/...) selects the session. The id
-cannot be guessed and is valid for one group member's rollout; openai_session.py stores the tokens sampled under it. The endpoint
-runs in the rollout worker because ticket, route, partial rollouts and the trajectory are there, so no tokens or logprobs have to be
-sent back.
+cannot be guessed and is valid for one group member's rollout; openai_session.py stores the tokens sampled under it. The header
+X-Session-ID tells the speakers of a session apart, which never continue each other's answers. The endpoint runs in the rollout
+worker because ticket, route, partial rollouts and the trajectory are there, so no tokens or logprobs have to be sent back.
 
 Errors have the format of the client's API and tell it not to retry, because retries happen behind this endpoint. When a client
 disconnects, its request is cancelled.
@@ -23,6 +23,7 @@ import secrets
 import sys
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 MAX_BODY_BYTES = 8 << 20
+SPEAKER = "X-Session-ID"  # the header that verifiers sends, too
 _NO_RETRY = {"x-should-retry": "false"}  # without it openai's client retries after 409, 429 and 5xx
 DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
 IGNORABLE = openai_request.IGNORABLE.union(
@@ -142,6 +144,7 @@ class ChatEndpoint:
         try:
             fields = fields_of(await http.read(), session.rules)
             request = chat_request(dialect.chat_fields(fields, session.conversation), session.rules)
+            request = replace(request, speaker=http.headers.get(SPEAKER, ""))
             if request.num_answers > 1 and not dialect.gives_several:
                 raise RequestError(f"n={request.num_answers}: {dialect.path} gives one answer; remove it", param="n")
         except RequestError as error:

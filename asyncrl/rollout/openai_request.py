@@ -67,6 +67,7 @@ class ChatRequest:
     logprobs: bool
     stream: bool
     include_usage: bool
+    speaker: str = ""  # one of the session's, by the header X-Session-ID
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Session: the conversations of one group member with the policy through the OpenAI API, stored as trees of turns.
 
-A turn is a request and its answer, in tokens and in messages. If the messages of a request start with all messages of a turn,
-answer included, the request continues that turn, with exactly the turn's tokens. A request that continues no turn starts a new
-tree. A turn that two requests continue has two branches. Each leaf is therefore the end of a sequence. All of them are trained
+A turn is a request and its answer, in tokens and in messages. If the messages of a request start with all messages of a turn of its
+speaker, answer included, the request continues that turn, with exactly the turn's tokens. A request that continues no turn starts a
+new tree. A turn that two requests continue has two branches. Each leaf is therefore the end of a sequence. All of them are trained
 (`leaves`), or one, selected by `trained_turn`; the sampled tokens of the others are then counted.
 
 This module does not depend on HTTP (openai_api.py) or on servers (the policy: client.py). Requests of a session may run
@@ -154,7 +154,8 @@ class Session:
 
     def _placed(self, request: ChatRequest) -> Turn:
         setting = (request.tools, request.template_arguments)
-        parent, covered = find_turn(self._roots, request.messages, setting)
+        own = [root for root in self._roots if root.speaker == request.speaker]
+        parent, covered = find_turn(own, request.messages, setting)
         if parent is not None:
             after = request.messages[covered:]
             assert parent.answer is not None
@@ -162,9 +163,10 @@ class Session:
                 request.messages[: covered - 1], parent.answer, after, *setting, stop_token=parent.stop_token
             )
             if added is not None:
-                return Turn(parent, setting, after, added)
+                return Turn(parent, setting, after, added, request.speaker)
             self._counts.rerendered += 1
-        return Turn(None, setting, request.messages, self._template.prompt_ids(request.messages, *setting))
+        prompt_ids = self._template.prompt_ids(request.messages, *setting)
+        return Turn(None, setting, request.messages, prompt_ids, request.speaker)
 
     async def _respond(self, turn: Turn, request: ChatRequest, on_piece: Callable[[Response], None]) -> None:
         input_ids = turn.episode().input_ids
@@ -283,27 +285,33 @@ class Session:
         """Tokens of all sequences. A prefix that several share counts in each, because each is trained with it."""
         return sum(num_tokens(turn.path()) for turn in all_turns(self._roots) if not turn.children)
 
-    def trained_turn(self, which: Trained) -> Turn:
+    def trained_turn(self, which: Trained, speaker: str | None = None) -> Turn:
         """The turn that ends the trained sequence: the one answered last, or the one whose path has most sampled tokens.
 
-        Raises RolloutRejected (`no_response`) if no request was answered.
+        speaker: of the turns; None: of any. Raises RolloutRejected (`no_response`) if no request was answered.
         """
-        answered = [turn for turn in all_turns(self._roots) if turn.response is not None]
+        answered = self._answered(speaker)
         if not answered:
             why = f"; its last request was refused: {self.last_refusal}" if self.last_refusal else ""
-            raise RolloutRejected("no_response", f"the agent ended without an answer from the policy{why}")
+            by = "the agent" if speaker is None else f"the speaker {speaker!r}"
+            raise RolloutRejected("no_response", f"{by} ended without an answer from the policy{why}")
         if which != "longest":
             return max(answered, key=lambda turn: turn.number)
         return max(answered, key=lambda turn: (num_sampled(turn.path()), turn.number))
 
-    def leaves(self, which: Trained) -> list[Turn]:
+    def _answered(self, speaker: str | None) -> list[Turn]:
+        return [
+            turn for turn in all_turns(self._roots) if turn.response is not None and speaker in (None, turn.speaker)
+        ]
+
+    def leaves(self, which: Trained, speaker: str | None = None) -> list[Turn]:
         """The turns that end the trained sequences, in the order of their answers: one, or with `all` every turn that no answered
         request continues. A sequence that is a prefix of another has no leaf of its own. Raises as `trained_turn`.
         """
-        last = self.trained_turn(which)
+        last = self.trained_turn(which, speaker)
         if which != "all":
             return [last]
-        answered = [turn for turn in all_turns(self._roots) if turn.response is not None]
+        answered = self._answered(speaker)
         continued = {turn.parent for turn in answered}
         return sorted((turn for turn in answered if turn not in continued), key=lambda turn: turn.number)
 

@@ -18,6 +18,7 @@ class Turn:
     setting: tuple[Any, Any]  # tools and template arguments; a request continues only turns with the same setting
     messages: Sequence[Message]  # the request's messages that come after those of the parent turn
     added_ids: list[int]  # tokens between the parent's tokens and the response's
+    speaker: str = ""  # the requests' header X-Session-ID; a request continues only turns of its speaker
     completion_id: str = ""  # the id of the answer in the reply
     most: int = 0  # tokens that its answer may have at most
     number: int = -1  # position in the order in which the turns were answered; -1: no answer yet

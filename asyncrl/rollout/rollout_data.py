@@ -11,7 +11,7 @@ from asyncrl.config.schema import ConfigError, evaluation_sets
 from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.data.words import add_words, words_error
-from asyncrl.rewards.trajectory import complete_sample, sample_answers, session_summary, summary_of
+from asyncrl.rewards.trajectory import complete_sample, rewards_by_seat, sample_answers, session_summary, summary_of
 from asyncrl.runtime.journal import BackgroundJournal
 
 
@@ -21,6 +21,7 @@ class RolloutData:
     sample_type: type[Any] = SequenceSample
     summary = staticmethod(summary_of)
     session_summary = staticmethod(session_summary)
+    rewards_by_seat = staticmethod(rewards_by_seat)
     answers = staticmethod(sample_answers)
     encode = staticmethod(encode_sample)
 

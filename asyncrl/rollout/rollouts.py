@@ -251,11 +251,13 @@ class Rollouts:
             sample = self._data.add_words(sample, prompt)
             summary = msgspec.structs.replace(self._data.summary(sample), answers=answers)
             judged = self._data.session_summary(sample, summary)
+            of_seats = self._data.rewards_by_seat(sample, judged)
         except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":
             return RolloutResult(ticket_id=ticket.ticket_id, outcome="evaluated", group=judged)
-        if objection := objection_to(judged.rewards, self._rollout):
+        objections = [objection_to(rewards, self._rollout) for rewards in of_seats]
+        if objection := all(objections) and objections[0]:
             return RolloutResult(ticket_id=ticket.ticket_id, outcome="rejected", reason=objection, group=summary)
         return await self._push(ticket, task, sample, summary, birth_time)
 

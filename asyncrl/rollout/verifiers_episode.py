@@ -31,15 +31,20 @@ _HARNESS = "asyncrl_in_process"
 sys.modules[_HARNESS] = verifiers_harness  # verifiers finds harnesses by the names of modules, without dots
 
 
-def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> float:
+Seats = list[tuple[str, float, str]]  # seat, reward, speaker
+
+
+def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats:
     """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping.
 
-    Raises RuntimeError with the cause if the episode failed: its reward would be 0.
+    Returns the reward of each seat that is trained. A seat is an agent of verifiers', and each of its runs a speaker, which
+    verifiers' client names in the header X-Session-ID. Raises RuntimeError with the cause if the episode failed: its reward would
+    be 0.
     """
     return asyncio.run(_play(settings, int(item["index"]), address))
 
 
-async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, Any]) -> float:
+async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, Any]) -> Seats:
     environment = _loaded(json.dumps(settings, sort_keys=True))
     os.environ[_KEY] = address["api_key"]
     client = vf.EvalClientConfig(base_url=address["base_url"], api_key_var=_KEY)
@@ -51,14 +56,14 @@ async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, A
     if not episode.ok or errors:
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
     roles = agent_config_fields(environment.config)
-    seats = [trace for trace in episode.traces if roles[trace.agent.name].client is None]
-    if len(seats) != 1 or not seats[0].agent.trainable:
-        told = ", ".join(f"{trace.agent.name}{'' if trace.agent.trainable else ' (not trained)'}" for trace in seats)
-        raise RuntimeError(
-            f"the policy played the seats {told or 'none'}; it must play one seat, which is trained. Give the others a client of "
-            "their own (agent_args.config.<seat>.client)"
-        )
-    return float(seats[0].reward)
+    trained = [
+        trace
+        for trace in episode.traces
+        if trace.agent.trainable and roles[trace.agent.name].client is None and trace.assistant_messages
+    ]
+    if not trained:
+        raise RuntimeError("the policy played no seat that is trained")
+    return [(trace.agent.name, float(trace.reward), trace.id) for trace in trained]
 
 
 @functools.cache

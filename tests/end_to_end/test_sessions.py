@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -121,18 +122,20 @@ def test_branches_and_sub_agents_are_trained_through_kills(tmp_path: Path) -> No
 
 
 def numbers_of_answers(tmp_path: Path, *settings: str) -> list[int]:
-    """Of each trained sequence, after a run of three steps."""
+    """Of each trained sequence, after a run of three steps whose tokens are those that the servers sampled."""
     config = make_tiny_run(tmp_path / "tiny")
     make_tiny_model(
         tmp_path / "chat", tokenizer=make_chat_tokenizer(None), hidden_size=32, intermediate_size=64, num_layers=1
     )
     short = (f"rollout.group_size={GROUP}", "rollout.sampling.max_new_tokens=12", "train.max_steps=3")
+    short += ("weights.keep=1000",)
     with launch(config, *AHEAD, f"model_path={tmp_path / 'chat'}", *short, *settings) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
     found = audit(run.run_dir)
     assert (found.problems, found.complete, found.steps) == ([], True, 3)
     assert_nothing_left(run.run_dir)
     recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
+    check_versions_of_tokens(recorded, run.run_dir)
     return [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
 
 
@@ -146,11 +149,19 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     assert answers == [2] * (3 * BATCH * GROUP)
 
 
-@pytest.mark.parametrize(("environment", "turns"), [("capitals", 1), ("echoes", 3)])
-def test_an_environment_of_verifiers_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, turns: int
-) -> None:
+ENVIRONMENTS_OF_VERIFIERS = {
+    "one turn": ("capitals", {}, [1]),
+    "several turns": ("echoes", {}, [3]),
+    "tools by MCP": ("adder", {}, [1]),
+    "several seats": ("duel", {"num_guesses": 2}, [2, 1, 1]),
+    "a judge": ("echoes", {"with_critic": True}, [3]),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS_OF_VERIFIERS)
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The prompts are the environment's tasks, which its module writes."""
+    environment, config, answers_of_member = ENVIRONMENTS_OF_VERIFIERS[name]
     environments = str(Path(__file__).parents[1] / "environments")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [environments, os.environ.get("PYTHONPATH", "")])))
     write = [sys.executable, "-m", "asyncrl.rollout.verifiers_episode", environment]
@@ -159,6 +170,8 @@ def test_an_environment_of_verifiers_is_trained(
     answers = numbers_of_answers(
         tmp_path,
         f"prompts={{path: {tmp_path}/tasks.jsonl, prompt_key: text}}",
-        f"rollout.tasks.default.agent=verifiers:{environment}",
+        f"rollout.tasks.default={{agent: 'verifiers:{environment}', agent_args: {{config: {json.dumps(config)}}}}}",
+        f"train.branches={str(len(answers_of_member) > 1).lower()}",
+        "runtime.frozen_after_s=120",
     )
-    assert answers == [turns] * (3 * BATCH * GROUP)
+    assert sorted(answers) == sorted(answers_of_member * (3 * BATCH * GROUP))

@@ -41,7 +41,8 @@ class EchoEnv(vf.Env[EchoEnvConfig]):
                 said = (await speaker.turn(said)).last_reply + " again"
         if self.config.with_critic:
             agents.critic.trainable = False
-            await agents.critic.run(task.with_data(prompt="judge"))
+            judged = await agents.critic.run(task.with_data(prompt="judge"))
+            speaker.trace.record_reward("judged", float(judged.last_reply == "JUDGE"))
 
 
 __all__ = ["EchoEnv", "EchoSet"]

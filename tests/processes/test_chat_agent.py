@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from aiohttp import web
@@ -22,9 +23,9 @@ from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, complete_sample, session_summary, summary_of
+from asyncrl.rewards.trajectory import OnPiece, Response, complete_sample, rewards_by_seat, session_summary, summary_of
 from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
-from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
+from asyncrl.rollout.chat_agent import ChatAgent, ChatSession, SeatReward
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.loop_watch import watch_loop
@@ -50,9 +51,10 @@ async def echo(input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece
     return response
 
 
-async def ask(session: ChatSession, text: str = "hi") -> str:
+async def ask(session: ChatSession, text: str = "hi", speaker: str = "") -> str:
     message: Any = {"role": "user", "content": text}
-    reply = await session.client().chat.completions.create(model="m", messages=[message])
+    headers = {"X-Session-ID": speaker}
+    reply = await session.client().chat.completions.create(model="m", messages=[message], extra_headers=headers)
     return reply.choices[0].message.content or ""
 
 
@@ -499,3 +501,89 @@ async def test_all_sequences_of_the_sessions_are_trained(
 async def test_rewards_must_name_the_last_answer_of_each_sequence(endpoint: ChatEndpoint) -> None:
     with pytest.raises(ValueError, match="return one reward for each"):
         await collect(OneRewardMissing, endpoint, trained="all")
+
+
+class Plays(ChatAgent):
+    """Two seats, of which each wins in every second member, and a judge. `black` speaks twice in one member."""
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> list[SeatReward]:
+        speakers = ("white", "black", "judge", "second")
+        await asyncio.gather(*(ask(session, f"{name} {session.member}", name) for name in speakers))
+        won = float(session.member % 2)
+        played = [SeatReward("white", won), SeatReward("black", -won)]
+        return played + [SeatReward("black", -won, "second")] * (session.member == 2)
+
+
+class PlaysTwice(ChatAgent):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> list[SeatReward]:
+        await ask(session, speaker="one")
+        return [SeatReward("white", 1.0, "one"), SeatReward("black", 1.0, "one")]
+
+
+class OneSeatIsSilent(Plays):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> list[SeatReward]:
+        played = await super().chat(session, prompt)
+        return [*played, SeatReward("red", 1.0)] if session.member == 1 else played
+
+
+async def test_each_seat_has_a_group_of_its_own(endpoint: ChatEndpoint) -> None:
+    sample = await collect(Plays, endpoint)
+    made = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, branches=True)
+    assert made.data["seats"].tolist() == [0, 0, 0, 0, 1, 1, 1]  # black before white
+    assert made.data["sessions"].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert made.data["rewards"].tolist() == [0, -1, 0, 0, 0, 1, 0]
+    judged = session_summary(made, summary_of(made))
+    assert judged.rewards == made.data["rewards"].tolist()
+    assert rewards_by_seat(made, judged) == [[0, -1, 0, 0], [0, 1, 0]]
+    masked = zip(*map(lambda key: made.slices(key)[0], KEYS), strict=True)
+    said = ["BLACK 0", "BLACK 1", "BLACK 2", "SECOND 2", "WHITE 0", "WHITE 1", "WHITE 2"]
+    assert [TOKENIZER.decode(ids[mask]).removesuffix("<|im_end|>") for ids, mask in masked] == said
+    with pytest.raises(ValueError, match=r"or several seats .*set train\.branches=true"):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+async def test_seats_that_cannot_be_trained(endpoint: ChatEndpoint) -> None:
+    """A speaker's tokens are trained once, and a seat without an answer ends the whole group."""
+    with pytest.raises(ValueError, match="several rewards for a speaker"):
+        await collect(PlaysTwice, endpoint)
+    with pytest.raises(RolloutRejected, match="the speaker 'red' ended without an answer"):
+        await collect(OneSeatIsSilent, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("seats", "sessions", "told"),
+    [([1, 0], [0, 0], "put the sequences of a seat side by side"), ([0, 1], [0, 1], "number those of a seat from 0")],
+)
+async def test_seats_of_an_agents_own(endpoint: ChatEndpoint, seats: list[int], sessions: list[int], told: str) -> None:
+    sample = await collect(Asks, endpoint, group_size=2)
+    sample = sample.update(sample.derive({"seats": np.array(seats), "sessions": np.array(sessions)}, like="rewards"))
+    with pytest.raises(ValueError, match=told):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, branches=True)
+
+
+class Draws(Plays):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> list[SeatReward]:
+        for speaker in ("white", "black"):
+            await ask(session, prompt.text, speaker)
+        unlike = session.member if prompt.prompt_id.endswith("1") else 0
+        return [SeatReward("white", 1.0), SeatReward("black", -1.0 - unlike)]
+
+
+async def test_a_filter_reads_each_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal rewards within each seat teach nothing, although the seats' rewards differ."""
+    monkeypatch.setattr("test_rollout_worker.make_char_tokenizer", make_chat_tokenizer)
+    stage = Stage(tmp_path)
+    tasks = {"default": TaskConfig(agent=f"{__name__}:Draws")}
+    stage.rollout = replace(stage.rollout, group_size=2, tasks=tasks, reject_equal_rewards=True)
+    stage.branches = True
+    try:
+        await stage.start()
+        await stage.grant(stage.ticket(0))
+        assert await stage.results(1) == {"ticket-0": ("rejected", "equal_rewards")}
+        await stage.grant(stage.ticket(1))
+        assert (await stage.results(2))["ticket-1"] == ("stored", "")
+        await stage.end()
+    finally:
+        await stage.close()
+    (pulled,) = stage.pulled
+    assert pulled.meta.rewards == [-1.0, -2.0, 1.0, 1.0]

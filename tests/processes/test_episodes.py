@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import time
@@ -16,11 +17,14 @@ from test_chat_agent import PROMPT, SAMPLING, Judge, echo, open_endpoint
 from test_openai_api import EOS, TOKENIZER, VERSION
 
 from asyncrl.config.schema import ConfigError, SamplingConfig
+from asyncrl.data.chat import ChatTemplate
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout import episodes
 from asyncrl.rollout.episodes import EpisodeAgent, VerifiersAgent
 from asyncrl.rollout.openai_api import ChatEndpoint
+from asyncrl.rollout.openai_session import Session, SessionLimits
+from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
 
 LIMIT_S = 120.0
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
@@ -154,12 +158,77 @@ async def test_several_turns_of_an_environment(endpoint: ChatEndpoint, monkeypat
     assert TOKENIZER.decode(ids[sampled]) == "HI<|im_end|>HI AGAIN<|im_end|>HI AGAIN AGAIN<|im_end|>"
 
 
-@pytest.mark.release
-async def test_seats_that_are_not_trained_are_refused(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last answer would be the critic's, and the speaker's reward would train it."""
+def spoken(sample: Any) -> list[str]:
+    """What each sequence trains."""
+    pairs = zip(sample.slices("packed_input_ids")[0], sample.slices("loss_mask")[0], strict=True)
+    return [TOKENIZER.decode(ids[sampled]) for ids, sampled in pairs]
+
+
+async def test_each_seat_is_trained_with_its_own_reward(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guesser asks within the asker's conversation. Of a group of two, each seat has two sessions."""
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    with pytest.raises(RolloutReleased, match=r"the policy played the seats speaker, critic \(not trained\)"):
-        await collect(verifiers("echoes", config={"with_critic": True}), endpoint, index=0)
+    sample = await collect(verifiers("duel", group_size=2), endpoint, index=0)
+    assert sample.data["seats"].tolist() == [0, 0, 1, 1]
+    assert sample.data["sessions"].tolist() == [0, 1, 0, 1]
+    assert sample.data["rewards"].tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert spoken(sample) == ["HI<|im_end|>AGAIN<|im_end|>"] * 2 + ["HI<|im_end|>"] * 2
+
+
+@pytest.mark.release
+async def test_a_seat_that_is_played_several_times(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is a session of the seat's group, also with equal words."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    sample = await collect(verifiers("duel", group_size=2, config={"num_guesses": 3}), endpoint, index=0)
+    assert sample.data["seats"].tolist() == [0] * 2 + [1] * 6
+    assert sample.data["sessions"].tolist() == [0, 1, *range(6)]
+    assert spoken(sample)[2:] == ["HI<|im_end|>"] * 6
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("of_its_own", [False, True], ids=["policy", "other_url"])
+async def test_a_judges_seat_is_not_trained(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch, of_its_own: bool
+) -> None:
+    """It judges, with the policy's answers or those of another URL, and only the speaker's tokens are trained."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    monkeypatch.setenv("JUDGES_KEY", "unused")
+    config: dict[str, Any] = {"with_critic": True}
+    async with judge_at(endpoint) as url:
+        if of_its_own:
+            config["critic"] = {
+                "client": {"type": "eval", "base_url": url, "api_key_var": "JUDGES_KEY"},
+                "model": "judge",
+            }
+        requests = endpoint.counts.requests
+        sample = await collect(verifiers("echoes", config=config), endpoint, index=0)
+        assert endpoint.counts.requests == requests + 4
+    assert spoken(sample) == ["HI<|im_end|>HI AGAIN<|im_end|>HI AGAIN AGAIN<|im_end|>"]
+    assert sample.data["rewards"].tolist() == [0.5 * 3 + 1 + 1]
+    assert "seats" not in sample.data
+
+
+@contextlib.asynccontextmanager
+async def judge_at(endpoint: ChatEndpoint) -> AsyncIterator[str]:
+    """The URL of a model that is not the policy: a session of no rollout."""
+    limits = SessionLimits(max_requests=8, max_sequences=8, max_tokens=0, max_session_tokens=0)
+    session = Session(
+        echo,
+        ChatTemplate(TOKENIZER, {}),
+        sampling=SAMPLING,
+        ignore=frozenset(),
+        limits=limits,
+        counts=endpoint.counts,
+        tokenizer=TOKENIZER,
+        parse=parse_tool_calls,
+        tool_call_tag=TAG,
+    )
+    session_id = endpoint.open(session)
+    try:
+        yield endpoint.base_url(session_id)
+    finally:
+        await endpoint.end(session_id)
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ class Stage:
         self.space = str(tmp_path)
         self.resolver = MemoryNameResolver(self.space)
         self.names = Names("e", "t")
+        self.branches = False
         self.server = FakeGenerationServer(eos_at=EOS_AT)
         self.manager = FakeManager()
         self.runtime = RuntimeConfig(start_timeout_s=LIMIT_S, stop_timeout_s=5.0)
@@ -151,6 +152,7 @@ class Stage:
                 rollout=self.rollout,
                 num_heads=1,
                 heartbeat_s=0.05,
+                branches=self.branches,
             )
         )
         self.main = asyncio.create_task(self.worker.main())

@@ -177,6 +177,10 @@ class SimRolloutData(RolloutData):
     def session_summary(sample: Any, summary: Any) -> Any:
         return summary
 
+    @staticmethod
+    def rewards_by_seat(sample: Any, judged: Any) -> Any:
+        return [judged.rewards]
+
     def journal(self) -> Any:
         return _Journal(Path(f"rollout_worker_{self._config.worker.index}.jsonl"))
 

@@ -408,8 +408,9 @@ def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken
         }
         if dense:
             group["dense_rewards"] = [random.normal(0, 0.1, len(mask)).tolist() for mask in masks]
-        if branches:  # the sequences of every second group are of one session
-            group["sessions"] = [0, number % 2]
+        if branches:  # the sequences of every second group are of one session, or of two seats
+            group["seats"] = [0, number % 4 // 2]
+            group["sessions"] = [0, number % 4 == 1]
         if words:
             group["words_bonus"] = [{"per token": float(random.normal(0, 0.1))} for _ in masks]
         if routes:

@@ -14,6 +14,7 @@ from asyncrl.algorithms.advantages import (
     final_rewards,
     gae,
     group_advantages,
+    groups_of_seats,
     leave_one_out_advantages,
     mean_baseline_advantages,
     overlong_penalties,
@@ -377,3 +378,33 @@ def test_rewards_of_single_sequences_by_hand(fields: dict[str, Any], expected: l
     }
     made = compute_advantages(data, packed(2, 2, 2), [3], PPOConfig(kl_coef=0.0, **fields), kl_coef=0.0)
     assert made.advantages_T[1::2].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # The seat of two sessions has the mean 2 (3 and 1, of two sequences); that of three has 8
+        ({"advantage_norm": "none", "baseline": "group_mean"}, [1, -1, -1, -2, 0, 2]),
+        ({"advantage_norm": "none", "baseline": "leave_one_out"}, [2, -2, -2, -3, 0, 3]),
+        ({}, [1, -1, -1, -(1.5**0.5), 0, 1.5**0.5]),
+    ],
+)
+def test_each_seat_is_compared_with_itself(fields: dict[str, Any], expected: list[float]) -> None:
+    """The second group has the same seats, and only sessions with equal rewards."""
+    rewards = torch.tensor([3.0, 1.0, 1.0, 6.0, 8.0, 10.0])
+    data = {
+        "rewards": torch.cat([rewards, torch.tensor([1.0, 1.0, -1.0, -1.0])]),
+        "sessions": torch.tensor([0, 1, 1, 0, 1, 2, 0, 1, 0, 1]),
+        "seats": torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 1, 1]),
+        "loss_mask": bools("01" * 10),
+        "seq_no_eos_mask": bools("0" * 10),
+    }
+    assert groups_of_seats(data, [6, 4]) == [3, 3, 2, 2]
+    config = PPOConfig(kl_coef=0.0, max_reward_clip=20.0, **fields)
+    made = compute_advantages(data, packed(*[2] * 10), [6, 4], config, kl_coef=0.0)
+    assert made.advantages_T[1::2].tolist() == pytest.approx([*expected, 0, 0, 0, 0], abs=1e-5)
+
+
+def test_equal_neighbouring_seats_of_two_groups_are_two() -> None:
+    assert groups_of_seats({"seats": torch.tensor([0, 0, 0, 0])}, [2, 2]) == [2, 2]
+    assert groups_of_seats({"seats": torch.zeros(0, dtype=torch.int64)}, []) == []

@@ -648,6 +648,20 @@ def test_groups_are_equal_only_if_dense_rewards_are_equal_too() -> None:
     assert shares == [0.5, 0.0]
 
 
+@pytest.mark.parametrize(("seats", "share"), [([0, 0, 0, 0], 0.5), ([0, 1, 0, 0], 1.0)])
+def test_groups_are_equal_if_each_seat_is(seats: list[int], share: float) -> None:
+    """The rewards of the first group are 1 and 0."""
+    interface = interfaces(dataclasses.replace(train_config(), branches=True))["advantages"]
+    batch = tiny_batch()
+    batch = batch.update(
+        batch.derive(
+            {"sessions": np.array([0, seats[1] == 0, 0, 1], np.int64), "seats": np.array(seats)}, like="rewards"
+        )
+    )
+    _, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))
+    assert stats["reward/equal_group_share"] == share
+
+
 def test_dense_rewards_of_trajectories_are_part_of_the_mean_reward() -> None:
     """The rewards of the four responses are 1, 0, 1, 1, their dense rewards add up to 0.25, 0.5, 0, 0."""
     batch = tiny_batch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -379,3 +380,21 @@ async def test_a_rollout_without_a_response_is_rejected_with_the_last_refusal() 
     session.refused(RequestError("n=2: one answer per request is recorded"))
     with pytest.raises(RolloutRejected, match=r"no_response: .* its last request was refused: n=2"):
         session.trained_turn("last")
+
+
+async def test_speakers_do_not_continue_each_other() -> None:
+    """Both say the same and hear the same, and each has its own tokens. A third one is not trained."""
+    counts = SessionCounts()
+    session = make(Player("a$", "a$", "b$", "c$", "d$"), counts=counts)
+    told = {name: await session.answer(replace(request([USER]), speaker=name)) for name in ("white", "black")}
+    for name in told:
+        await session.answer(replace(request([USER, said(told[name]), user(name)]), speaker=name))
+    await session.answer(replace(request([USER, said(told["white"]), user("judge")]), speaker="judge"))
+    assert session.num_sequences == 3
+    leaves = [leaf for name in told for leaf in session.leaves("last", name)]
+    sample = build_sample("s", episodes_of(leaves), sessions=[0, 0], seats=[0, 1])
+    rows = zip(sample.slices("packed_input_ids")[0], sample.slices("loss_mask")[0], strict=True)
+    assert [TOKENIZER.decode(ids[mask]) for ids, mask in rows] == ["a<|im_end|>b<|im_end|>", "a<|im_end|>c<|im_end|>"]
+    assert session.count_trained(leaves) == 2
+    with pytest.raises(RolloutRejected, match="the speaker 'nobody' ended without an answer"):
+        session.leaves("last", "nobody")
