@@ -18,6 +18,7 @@ from asyncrl.config.errors import ConfigError
 # Adapters that a config names in short, `name:what it adapts`: their classes, and the arguments that take the latter
 ADAPTERS = {
     "command": ("asyncrl.rollout.command_agent:CommandAgent", "command"),
+    "openenv": ("asyncrl.rollout.openenv:OpenEnvAgent", "server"),
     "verifiers": ("asyncrl.rollout.episodes:VerifiersAgent", "environment"),
 }
 

@@ -106,8 +106,8 @@ class TaskConfig:
     # `package.module:function` or `path/to/file.py:function`: (prompt, completion, answer) -> float
     reward: str = ruled("", _IMPORT_PATH)
     # `...:Class`, an Agent or a ChatAgent (for clients of OpenAI or Anthropic), or `command:PROGRAM ARGUMENTS`, a program that asks
-    # the policy itself, or `verifiers:NAME`, an environment of that package. "": the single-step agent, one response per group
-    # member
+    # the policy itself, or `verifiers:NAME`, an environment of that package, or `openenv:URL`, a server of one. "": the single-step
+    # agent, one response per group member
     agent: str = ruled("", _IMPORT_PATH)
     env: str = ruled("", _IMPORT_PATH)  # `...:Class`; "": an environment of one step that calls `reward`
     agent_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent's constructor

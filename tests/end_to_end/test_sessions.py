@@ -149,6 +149,20 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     assert answers == [2] * (3 * BATCH * GROUP)
 
 
+def test_an_environment_of_openenv_is_trained(tmp_path: Path) -> None:
+    """The rollout worker starts its servers. Episodes have two turns, unless an answer is cut."""
+    server = Path(__file__).parents[1] / "environments" / "openenv_server.py"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} -P {server} $@\n")
+    program.chmod(0o755)
+    answers = numbers_of_answers(
+        tmp_path,
+        f"rollout.tasks.default={{agent: 'openenv:game:app', agent_args: {{python: {program}, observation: text}}}}",
+    )
+    assert len(answers) == 3 * BATCH * GROUP
+    assert set(answers) <= {1, 2}
+
+
 ENVIRONMENTS_OF_VERIFIERS = {
     "one turn": ("capitals", {}, [1]),
     "several turns": ("echoes", {}, [3]),
