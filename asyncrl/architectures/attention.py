@@ -44,6 +44,10 @@ class Pattern:
             shown = shown & (key_at // self.chunk == query_at // self.chunk)
         return shown
 
+    def num_seen(self, before: int) -> int:
+        """How many of the last of so many tokens some token behind them may attend to. Chunks are counted in full."""
+        return min(before, self.window - 1) if self.window and not self.chunk else before
+
     def limits(self, length: int) -> bool:
         """Whether some token of a sequence of this length does not attend to all tokens before it."""
         return 0 < self.window < length or 0 < self.chunk < length

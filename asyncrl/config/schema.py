@@ -437,7 +437,8 @@ class TrainConfig:
     # cannot be made
     compile: str = choice("off", "on", "off")
     # Sequences of a group in one micro-batch compute the tokens at their begin once that are equal in them, such as their prompt.
-    # on: refused with compile=on and with routes | auto: where that saves at least 5 % of a batch's tokens, and not with these
+    # on: refused with compile=on, with routes, and for Zamba, whose layers cannot go on from a state | auto: where that saves at
+    # least 5 % of a batch's tokens, and not with these
     share_prefix: str = choice("auto", "auto", "on", "off")
     # true: each data rank adds up the gradients of several micro-batches in float32 before they are summed over the ranks. That
     # takes 4 bytes per parameter on each GPU and saves traffic. false: sum over the ranks after each micro-batch. Pipeline stages

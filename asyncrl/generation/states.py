@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from asyncrl.architectures.states import modules_with_state
+from asyncrl.architectures.states import cache_argument, modules_with_state
 from asyncrl.protocol.versions import WeightVersion
 
 
@@ -50,8 +49,8 @@ class RequestStates:
         self._rows: Sequence[Row] = ()  # of the current pass; empty outside of one
         self.names = list(modules := modules_with_state(model))
         for name, module in modules.items():
-            own = "past_key_values" if "past_key_values" in signature(module.forward).parameters else "cache_params"
-            module.forward = partial(self._forward, name, int(module.layer_idx), own, module.forward)  # type: ignore[arg-type]
+            own, layer = cache_argument(module), int(module.layer_idx)  # type: ignore[arg-type]
+            module.forward = partial(self._forward, name, layer, own, module.forward)
 
     @contextlib.contextmanager
     def of_pass(self, rows: Sequence[Row], known: Container[str]) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """Attention over a packed row: each token sees itself and the tokens before it in its own sequence.
 
-A prefix that several sequences share is in the row once (Segments.shared). On a CPU, `_TwoParts` attends to it. The varlen kernel
-gets the keys of each sequence, prefix included, as copies. In other rectangles (windows, chunks, soft caps, sinks, GPUs without the
-varlen kernel) attention is computed on the sequences in full (SharedPrefixes.written_out).
+A prefix that several sequences share is in the row once, as a segment of its own, and each of these sequences has a segment behind
+it (Segments.of). Such a segment attends to copies of the keys of its prefix that it sees, and to its own.
 
 Registered with transformers as `asyncrl_packed`. Load a model with attn_implementation=NAME and pass `segments=` to the model's
 forward pass; transformers passes the segments on to every layer. transformers builds no mask for an implementation it does not know
@@ -21,7 +20,7 @@ places in all rectangles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -36,7 +35,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
-from asyncrl.architectures.attention import CAUSAL, LayerAttention, Pattern, attend, pattern_of
+from asyncrl.architectures.attention import LayerAttention, Pattern, attend, pattern_of
 from asyncrl.config.schema import TrainConfig
 from asyncrl.model.kernels import has_faster_sdpa, has_flash_attention
 from asyncrl.model.row_ranks import ContextRanks
@@ -101,69 +100,80 @@ def row_of(
     return places_L, np.flatnonzero(is_own)
 
 
+def _segments_of(
+    lengths: Sequence[int], shared: Sequence[tuple[int, int]]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Cut sequences behind their shared prefixes. Returns the tokens of each segment, and the segment that is its prefix or -1, [S]
+    each."""
+    prefix_of = {source: num for source, num in shared if num}
+    own, parents = list[int](), list[int]()
+    number_of = dict[int, int]()  # the segment of a sequence's prefix
+    for i, length in enumerate(lengths):
+        source, num = shared[i] if shared else (i, 0)
+        if i in prefix_of:
+            number_of[i], num = len(own), prefix_of[i]
+            own.append(num)
+            parents.append(-1)
+        own.append(length - num)
+        parents.append(number_of[source] if num else -1)
+    return np.array(own, np.int64), np.array(parents, np.int64)
+
+
+def _starts(lengths_S: npt.NDArray[np.int64], device: torch.device | str) -> Tensor:
+    """The start of each segment, followed by the end of the last one, int32."""
+    return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_S)]).astype(np.int32)).to(device)
+
+
 @dataclass(frozen=True)
-class SharedPrefixes:
-    """What several sequences of a row share. L: tokens of all sequences, those of a shared prefix once for each of them.
+class Rectangle:
+    """Segments as the rows of a batch, padded behind their ends."""
 
-    A prefix is in the row as the begin of one of its sequences. Of each other one the row has the tokens behind the prefix: a
-    suffix. Z: tokens of all suffixes.
-    """
+    rows: int  # B
+    width: int  # W: tokens of the longest segment
+    is_prefix: bool = False  # each row is a prefix of exactly `width` tokens
+    prefix: int = 0  # tokens of the prefix that each row is behind; 0: the rows are begins of sequences
+    parents: Tensor | None = None  # [B] int64: the row of each row's prefix in the rectangle of such prefixes
 
-    whole: Segments  # the layout of the sequences, each in full
-    places: Tensor  # [L] int64: the place in the row of each token of the sequences
-    tokens: Tensor  # [T] int64: the token of the sequences at each place of the row
-    # (B, Q, P): B prefixes of exactly P tokens; the suffixes of each have at most Q tokens together
-    blocks: tuple[tuple[int, int, int], ...]
-    prefixes: Tensor  # [sum of B * P] int64: the places in the row of the prefixes of all blocks
-    suffixes: Tensor  # [Z] int64: the places in the row of all suffixes
-    queries: Tensor  # [Z] int64: the places of the same tokens in the blocks, of Q each
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """The keys of each segment for the varlen kernel: those of its prefix, and its own."""
+
+    places: Tensor  # [N] int64: places in the row
+    cu_seqlens: Tensor  # [S + 1] int32
+    max_length: int
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], shared: Sequence[tuple[int, int]], device: torch.device | str
-    ) -> SharedPrefixes:
-        places_L, tokens_T = row_of(lengths, shared)
-        starts = np.cumsum(np.asarray(lengths, np.int64)) - lengths
-        suffixes_of: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}  # key: (prefix, its sequence)
-        for i, (source, num) in enumerate(shared):
-            if num:
-                own = places_L[starts[i] + num : starts[i] + lengths[i]]
-                suffixes_of.setdefault((num, source), []).append(own)
-        blocks = list[tuple[int, int, int]]()
-        prefixes, suffixes, queries = ([np.zeros(0, np.int64)] for _ in range(3))
-        at = 0
-        for num, same in groupby(sorted(suffixes_of), key=lambda key: key[0]):
-            rows = [(source, np.concatenate(suffixes_of[num, source])) for _, source in same]
-            most = max(len(row) for _, row in rows)
-            for source, row in rows:
-                prefixes.append(places_L[starts[source] : starts[source] + num])
-                suffixes.append(row)
-                queries.append(at + np.arange(len(row)))
-                at += most
-            blocks.append((len(rows), most, num))
-        arrays = (places_L, tokens_T, *(np.concatenate(parts) for parts in (prefixes, suffixes, queries)))
-        places, tokens, *others = (torch.from_numpy(array).to(device) for array in arrays)
-        return cls(Segments.of(lengths, device=device), places, tokens, tuple(blocks), *others)
-
-    def written_out(self, compute: Callable[..., Tensor], row: Sequence[Tensor]) -> Tensor:
-        """Apply a computation to the sequences in full, and return its results at the row's tokens. row: [T, ...] each. compute:
-        [L, ...] and the layout of the sequences -> [L, ...]."""
-        return compute(*(t.index_select(0, self.places) for t in row), self.whole).index_select(0, self.tokens)
+        cls, own_S: npt.NDArray[np.int64], parent_S: npt.NDArray[np.int64], device: torch.device | str
+    ) -> SharedKeys:
+        """own_S: tokens of each segment. parent_S: the segment that is its prefix; -1: none."""
+        ends_S = np.cumsum(own_S)
+        runs = [np.arange(end - own, end) for own, end in zip(own_S, ends_S, strict=True)]
+        places = [
+            np.concatenate([*([runs[parent]] if parent >= 0 else []), run])
+            for parent, run in zip(parent_S, runs, strict=True)
+        ]
+        lengths_S = np.array([len(each) for each in places])
+        return cls(
+            torch.from_numpy(np.concatenate(places)).to(device), _starts(lengths_S, device), int(lengths_S.max())
+        )
 
 
 @dataclass(frozen=True)
 class Segments:
     """Layout of the sequences in a packed row. Built once per micro-batch; every layer uses it, forward and backward.
 
-    With shared prefixes, the tokens that a sequence has in the row are a segment."""
+    A sequence is a segment. If it shares a prefix, only its tokens behind the prefix are, and the prefix is a segment before those
+    of the first such sequence."""
 
     num_tokens: int  # in all segments; the row may be longer, with padding that nothing reads
     max_length: int
     cu_seqlens: Tensor  # [S + 1] int32
-    rectangles: tuple[tuple[int, int], ...]  # (B, W), longest first
+    rectangles: tuple[Rectangle, ...]  # those of prefixes come before those behind them
     places: Tensor  # [T] int64: index of each token among the P places of the rectangles, which are stored one after another
     is_long: bool  # sdpa is faster than the varlen kernel. Compiled code depends on it, so it is not a length
-    shared: SharedPrefixes | None = None
+    shared: SharedKeys | None = None  # None: no prefix is shared, so the keys of a segment are its own
     context: ContextRanks | None = None  # the ranks that share the row; None: this rank has all of it
 
     @classmethod
@@ -176,39 +186,41 @@ class Segments:
         shared: Sequence[tuple[int, int]] = (),
     ) -> Segments:
         """lengths: of the sequences. long_tokens: is_long if the sequences have more tokens than that on average. shared: as in
-        row_of. Only the varlen kernel computes a prefix on a GPU once, so a row with one is never long."""
-        if any(num for _, num in shared):
-            own = [length - num for length, (_, num) in zip(lengths, shared, strict=True)]
-            return replace(cls.of(own, device=device), shared=SharedPrefixes.of(lengths, shared, device))
-        lengths_S = np.asarray(lengths, np.int64)
-        longest_first = np.argsort(-lengths_S, kind="stable")
-        rectangles: list[tuple[int, int]] = []
-        start_S = np.zeros_like(lengths_S)  # place of each sequence's first token
-        at = num_places = 0
-        while at < len(longest_first):
-            rest = lengths_S[longest_first[at:]]
-            width = int(rest[0])
-            rows = int(np.count_nonzero(rest * _STRETCH + _SLACK >= width))
-            start_S[longest_first[at : at + rows]] = num_places + width * np.arange(rows)
-            rectangles.append((rows, width))
-            num_places += rows * width
-            at += rows
-        ends_S = np.cumsum(lengths_S)
-        num_tokens = int(lengths_S.sum())
-        places_T = np.repeat(start_S - (ends_S - lengths_S), lengths_S) + np.arange(num_tokens)
-        cu_seqlens = np.concatenate([np.zeros(1, np.int64), ends_S]).astype(np.int32)
+        row_of. A row with a prefix is never long: what is behind one needs a mask in rectangles."""
+        own_S, parent_S = _segments_of(lengths, shared)
+        prefix_S = np.where(parent_S >= 0, own_S[parent_S], 0) if len(own_S) else own_S
+        exact_S = np.where(np.isin(np.arange(len(own_S)), parent_S), own_S, 0)  # of a prefix, whose row has no padding
+        rectangles = list[Rectangle]()
+        start_S, row_S = np.zeros_like(own_S), np.zeros_like(own_S)  # place of a segment's first token; its row
+        num_places = 0
+        for prefix, exact in sorted({*zip(prefix_S.tolist(), exact_S.tolist(), strict=True)}):
+            rest_S = np.flatnonzero((prefix_S == prefix) & (exact_S == exact))
+            rest_S = rest_S[np.argsort(-own_S[rest_S], kind="stable")]
+            while len(rest_S):
+                width = int(own_S[rest_S[0]])
+                rows = int(np.count_nonzero(own_S[rest_S] * _STRETCH + _SLACK >= width))
+                chosen_S, rest_S = rest_S[:rows], rest_S[rows:]
+                row_S[chosen_S] = np.arange(rows)
+                start_S[chosen_S] = num_places + width * row_S[chosen_S]
+                num_places += rows * width
+                parents = torch.from_numpy(row_S[parent_S[chosen_S]]).to(device) if prefix else None
+                rectangles.append(Rectangle(rows, width, exact > 0, prefix, parents))
+        num_tokens, ends_S = int(own_S.sum()), np.cumsum(own_S)
+        places_T = np.repeat(start_S - (ends_S - own_S), own_S) + np.arange(num_tokens)
         return cls(
             num_tokens,
-            max(lengths, default=0),
-            torch.from_numpy(cu_seqlens).to(device),
+            int(own_S.max(initial=0)),
+            _starts(own_S, device),
             tuple(rectangles),
             torch.from_numpy(places_T).to(device),
-            num_tokens > long_tokens * len(lengths_S),
+            not prefix_S.any() and num_tokens > long_tokens * len(own_S),
+            SharedKeys.of(own_S, parent_S, device) if prefix_S.any() else None,
         )
 
     @property
-    def num_places(self) -> int:
-        return _num_places(self.rectangles)
+    def sizes(self) -> list[int]:
+        """Places of each rectangle."""
+        return [each.rows * each.width for each in self.rectangles]
 
 
 @dataclass(frozen=True)
@@ -271,21 +283,8 @@ def packed_attention(
         sinks=s_aux is not None,
         is_long=segments.is_long,
     )
-    row, shared = (query_THD, key_TKD, value_TKV), segments.shared
-    if not why:
-        output_THV = _varlen(*row, segments, terms)
-    elif shared is None:
-        output_THV = _in_rectangles(*row, segments, terms)
-    elif not why_written_out(
-        query.device,
-        (query.shape[-1], value.shape[-1]),
-        is_limited=terms.pattern.limits(shared.whole.max_length),
-        softcap=softcap is not None,
-        sinks=s_aux is not None,
-    ):
-        output_THV = _in_two_parts(*row, segments, scaling)
-    else:
-        output_THV = shared.written_out(lambda *whole: _in_rectangles(*whole, terms), row)
+    compute = _in_rectangles if why else _varlen
+    output_THV = compute(query_THD, key_TKD, value_TKV, segments, terms)
     output = pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None]
     return output if context is None else context.to_tokens(output), None
 
@@ -318,22 +317,6 @@ def why_rectangles(
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def why_written_out(
-    device: torch.device, widths: tuple[int, int], *, is_limited: bool, softcap: bool, sinks: bool
-) -> str:
-    """Why attention in rectangles computes a shared prefix again for each of its sequences; "": it computes the prefix once.
-
-    widths: of a key and of a value. is_limited: some token does not attend to all tokens before it."""
-    reasons = {
-        f"the device is {device.type}, not a CPU": device.type != "cpu",
-        f"keys have {widths[0]} numbers and values {widths[1]}": widths[0] != widths[1],
-        "attention is limited to windows or chunks": is_limited,
-        "scores have a soft cap": softcap,
-        "heads have sinks": sinks,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
 def long_tokens_of(device: torch.device, train: TrainConfig) -> float:
     """Mean length of a row's sequences above which sdpa is faster than the varlen kernel; inf: never. With checkpointing the whole
     code of a layer is compiled at once, which rectangles cannot be."""
@@ -362,23 +345,6 @@ def reasons_of(
     }
 
 
-def reasons_to_write_out(layers: Sequence[LayerAttention], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Of each layer: why it computes a shared prefix again for each sequence; "": it computes the prefix once. Windows and chunks
-    count, although a row of short sequences does not reach their ends."""
-    in_rectangles = reasons_of(layers, device, dtype, long_tokens=math.inf)[False]
-    return [
-        why
-        and why_written_out(
-            device,
-            (layer.key_width, layer.value_width),
-            is_limited=layer.pattern != CAUSAL,
-            softcap=layer.has_softcap,
-            sinks=layer.has_sinks,
-        )
-        for layer, why in zip(layers, in_rectangles, strict=True)
-    ]
-
-
 def kernels_text(reasons: Mapping[bool, Sequence[str]]) -> str:
     """The kernels of each layer, for people. reasons: of reasons_of."""
     found = sorted(_kernels(*both) for both in zip(reasons[False], reasons[True], strict=True))
@@ -395,9 +361,8 @@ def _kernels(why: str, why_long: str) -> str:
 def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.num_tokens:
         return query_THD
-    window, keys = terms.pattern.window, segments
+    window, keys = terms.pattern.window, segments.shared or segments
     if segments.shared is not None:  # the kernel aligns queries with the last keys
-        keys = segments.shared.whole
         key_TKD, value_TKV = (t.index_select(0, segments.shared.places) for t in (key_TKD, value_TKV))
     gqa = {"enable_gqa": query_THD.shape[1] != key_TKD.shape[1]} if _asks_for_gqa else {}
     output_THV: Tensor = _varlen_attn(
@@ -419,122 +384,32 @@ def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Seg
 def _in_rectangles(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.rectangles:
         return value_TKV.repeat_interleave(query_THD.shape[1] // value_TKV.shape[1], 1)
+    prefixes: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by their tokens
 
-    def compute(query_BWHD: Tensor, key_BWKD: Tensor, value_BWKV: Tensor) -> Tensor:
+    def compute(rectangle: Rectangle, query_BWHD: Tensor, key_BWKD: Tensor, value_BWKV: Tensor) -> Tensor:
         query, key, value = (t.transpose(1, 2) for t in (query_BWHD, key_BWKD, value_BWKV))
+        if rectangle.is_prefix:
+            prefixes[rectangle.width] = key, value
+        if rectangle.parents is not None:
+            first = rectangle.prefix - terms.pattern.num_seen(rectangle.prefix)
+            before = (t[:, :, first:].index_select(0, rectangle.parents) for t in prefixes[rectangle.prefix])
+            key, value = (torch.cat([t, own], 2) for t, own in zip(before, (key, value), strict=True))
         return _causal(query, key, value, terms).transpose(1, 2)
 
     return in_rectangles(compute, [query_THD, key_TKD, value_TKV], segments)
 
 
 def in_rectangles(compute: Callable[..., Tensor], packed: Sequence[Tensor], segments: Segments) -> Tensor:
-    """Apply a causal computation to each rectangle. packed: [T, ...] each. compute: its arguments and its result are [B, W, ...].
-    Returns [T, ...]."""
-    sizes = [rows * width for rows, width in segments.rectangles]
-    split = [
-        _Scatter.apply(t, segments.places, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
-        for t in packed
-    ]
+    """Apply a causal computation to each rectangle. packed: [T, ...] each. compute: takes a Rectangle and then [B, W, ...] each;
+    its result is [B, W, ...], too. Returns [T, ...]."""
+    places, sizes = segments.places, segments.sizes
+    split = [_Scatter.apply(t, places, sum(sizes)).split(sizes) for t in packed]  # type: ignore[no-untyped-call]
     outputs = []
-    for shape, *parts in zip(segments.rectangles, *split, strict=True):
-        outputs.append(compute(*(part.unflatten(0, shape) for part in parts)).flatten(0, 1))
-    gathered: Tensor = _Gather.apply(torch.cat(outputs), segments.places)  # type: ignore[no-untyped-call]
+    for rectangle, *parts in zip(segments.rectangles, *split, strict=True):
+        shape = rectangle.rows, rectangle.width
+        outputs.append(compute(rectangle, *(part.unflatten(0, shape) for part in parts)).flatten(0, 1))
+    gathered: Tensor = _Gather.apply(torch.cat(outputs), places)  # type: ignore[no-untyped-call]
     return gathered
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles differ from pass to pass, and so would the code
-def _in_two_parts(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None
-) -> Tensor:
-    """Attention of a row with shared prefixes, without repeated keys and without masks."""
-    output_THD: Tensor = _TwoParts.apply(query_THD, key_TKD, value_TKD, segments, scaling)  # type: ignore[no-untyped-call]
-    return output_THD
-
-
-class _TwoParts(torch.autograd.Function):
-    """The tokens of a segment attend to their own segment in one call, and those of suffixes to their prefix in another.
-
-    Each call gives outputs and the logarithm of the sum of exp of the logits (L). Softmax over all keys is the mean of both
-    outputs, weighted by exp(L). The kernel's backward pass needs the outputs and L of the whole softmax, and then gives the
-    gradients of its own keys: the identity that ring attention uses (arXiv:2310.01889).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None
-    ) -> Tensor:
-        shared = segments.shared
-        assert shared is not None
-        own = [_flash(*block, 0.0, True, scale=scaling) for block in _rectangles_of(segments, query, key, value)]
-        blocks = zip(_suffixes_of(shared, query), _prefixes_of(shared, key, value), strict=True)
-        others = [_flash(*of_query, *of_keys, 0.0, False, scale=scaling) for of_query, of_keys in blocks]
-        output_THD, sums_TH = (_rows(parts, segments.places) for parts in zip(*own, strict=True))
-        other_ZHD, other_ZH = (_rows(parts, shared.queries) for parts in zip(*others, strict=True))
-        own_ZHD, own_ZH = output_THD[shared.suffixes], sums_TH[shared.suffixes]
-        both_ZH = torch.logaddexp(own_ZH, other_ZH)
-        weights = ((each - both_ZH).exp()[..., None] for each in (own_ZH, other_ZH))
-        both_ZHD = own_ZHD * next(weights) + other_ZHD * next(weights)
-        output_THD.index_copy_(0, shared.suffixes, both_ZHD.to(output_THD.dtype))
-        sums_TH.index_copy_(0, shared.suffixes, both_ZH)
-        ctx.save_for_backward(query, key, value, output_THD, sums_TH)
-        ctx.segments, ctx.scaling = segments, scaling
-        return output_THD
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *result = ctx.saved_tensors
-        segments: Segments = ctx.segments
-        shared = segments.shared
-        assert shared is not None
-        own = [
-            _flash_backward(*block, 0.0, True, scale=ctx.scaling)
-            for block in _rectangles_of(segments, grad, query, key, value, *result)
-        ]
-        others = [
-            _flash_backward(of_output, of_query, *of_keys, *of_result, 0.0, False, scale=ctx.scaling)
-            for (of_output, of_query, *of_result), of_keys in zip(
-                _suffixes_of(shared, grad, query, *result), _prefixes_of(shared, key, value), strict=True
-            )
-        ]
-        grads = [_rows(parts, segments.places) for parts in zip(*own, strict=True)]
-        of_query, *of_keys = zip(*others, strict=True)
-        grads[0].index_add_(0, shared.suffixes, _rows(of_query, shared.queries))
-        for total, parts in zip(grads[1:], of_keys, strict=True):
-            total.index_add_(0, shared.prefixes, _rows(parts))
-        return *grads, None, None
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _rectangles_of(segments: Segments, *packed: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the tokens of each rectangle. packed: [T, H, ...] each; yielded as [B, H, W, ...]."""
-    shapes = segments.rectangles
-    return _cut([_spread(values, segments.places, _num_places(shapes)) for values in packed], shapes)
-
-
-def _suffixes_of(shared: SharedPrefixes, *packed: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the tokens of the suffixes of each block, [B, H, Q, ...]."""
-    shapes = [(rows, most) for rows, most, _ in shared.blocks]
-    return _cut([_spread(values[shared.suffixes], shared.queries, _num_places(shapes)) for values in packed], shapes)
-
-
-def _prefixes_of(shared: SharedPrefixes, *packed: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the tokens of the prefixes of each block, [B, H, P, ...]."""
-    return _cut([values[shared.prefixes] for values in packed], [(rows, tokens) for rows, _, tokens in shared.blocks])
-
-
-def _cut(values: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> Iterator[list[Tensor]]:
-    split = [torch.split(each, [rows * width for rows, width in shapes]) for each in values]
-    for shape, *parts in zip(shapes, *split, strict=True):
-        yield [part.unflatten(0, shape).transpose(1, 2) for part in parts]
-
-
-def _rows(parts: Sequence[Tensor], places: Tensor | None = None) -> Tensor:
-    """[B, H, W, ...] of each rectangle -> [T, H, ...]; the tokens at these places, or all."""
-    values = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
-    return values if places is None else values.index_select(0, places)
 
 
 def _spread(values: Tensor, places: Tensor, num_places: int) -> Tensor:
@@ -542,16 +417,12 @@ def _spread(values: Tensor, places: Tensor, num_places: int) -> Tensor:
     return values.new_zeros((num_places, *values.shape[1:])).index_copy_(0, places, values)
 
 
-def _num_places(shapes: Sequence[tuple[int, int]]) -> int:
-    return sum(rows * width for rows, width in shapes)
-
-
 def _causal(query: Tensor, key: Tensor, value: Tensor, terms: _Terms) -> Tensor:
-    """[B, H, W, V]; each row is a sequence, with padding behind it."""
-    shown = None
-    if terms.pattern.limits(query.shape[2]):
-        at = torch.arange(query.shape[2], device=query.device)
-        shown = terms.pattern.shows(at[:, None], at)[None]
+    """[B, H, W, V]; each row is a segment, with padding behind it. The last W of the keys and values are the segment's own."""
+    shown, num_keys = None, key.shape[2]
+    if num_keys > query.shape[2] or terms.pattern.limits(num_keys):
+        at = torch.arange(num_keys, device=query.device)
+        shown = terms.pattern.shows(at[-query.shape[2] :, None], at)[None]
     return attend(query, key, value, shown=shown, scaling=terms.scaling, softcap=terms.softcap, sinks=terms.sinks)
 
 

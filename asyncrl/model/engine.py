@@ -36,6 +36,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from asyncrl.architectures.adapters import Adapters, add_adapters
 from asyncrl.architectures.agreement import architecture_errors, not_repeatable
 from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
+from asyncrl.architectures.states import why_states_stay
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.routes import ROUTES
@@ -54,7 +55,7 @@ from asyncrl.dataflow.axes import (
 )
 from asyncrl.dataflow.layout_checks import problem_of_losses
 from asyncrl.model import sharding
-from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of, reasons_to_write_out
+from asyncrl.model.attention import keep_outputs, long_tokens_of, reasons_of
 from asyncrl.model.experts import check_experts, split_experts
 from asyncrl.model.flops import flops_of
 from asyncrl.model.interfaces import LossFn
@@ -146,7 +147,6 @@ class TrainEngine:
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
         self.shares_prefixes = train.share_prefix != "off" and train.compile != "on"
-        self.why_written_out: list[str] = []  # of each layer's attention; "": it computes a shared prefix once
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self.adapters: Adapters | None = None
@@ -219,7 +219,7 @@ class TrainEngine:
             whole.to(self.device)  # type: ignore[arg-type]
             self._read_attention(whole, model.path)
         self._read_untrained(whole, model, weights)
-        self.with_state = keep_apart(whole)
+        self._keep_apart(whole, model.path)
         if model.lora is not None:
             self.adapters = add_adapters(whole, model.lora, model.path)
             start = self.adapters.start()
@@ -255,7 +255,17 @@ class TrainEngine:
                 remedy = f"use another c in the grid of {self._mesh.placement.name!r} ({self._mesh.placement.grid})"
                 raise ConfigError(f"model_path={path!r}: {problem}; {remedy}")
         self.why_rectangles = reasons_of(layers, self.device, self.dtype, long_tokens=self.long_tokens)
-        self.why_written_out = reasons_to_write_out(layers, self.device, self.dtype)
+
+    def _keep_apart(self, model: PreTrainedModel, path: str) -> None:
+        """model: all of its layers."""
+        modules = keep_apart(model)
+        self.with_state = list(modules)
+        if why := why_states_stay(modules.values()):
+            if self.train.share_prefix == "on":
+                raise ConfigError(
+                    f"train.share_prefix='on': {path!r} cannot go on from the state behind a shared prefix ({why}); use off"
+                )
+            self.shares_prefixes = False
 
     def _load_shard(
         self,
@@ -270,7 +280,7 @@ class TrainEngine:
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         if weights.has_values:
             self._read_attention(skeleton.model, model.path)
-        self.with_state = keep_apart(skeleton.model)
+        self._keep_apart(skeleton.model, model.path)
         if self.with_state and self.context is not None and grid.only(SAMPLES, TOKENS) != grid:
             raise ConfigError(
                 f"model_path={model.path!r}: {self.with_state[0]} carries a state from token to token. Its updates with context "
@@ -381,11 +391,6 @@ class TrainEngine:
     # ------------------------------------------------------------------------------------------------------ micro-batches
 
     @property
-    def _counts_copies(self) -> bool:
-        """Whether some layer computes sequences in full. Its memory grows with their tokens, not with those of the row."""
-        return bool(self.with_state) or any(self.why_written_out)
-
-    @property
     def where(self) -> str:
         """The micro-batch that this rank computes, for people; "" outside of one."""
         stage = self.module
@@ -409,9 +414,7 @@ class TrainEngine:
         prefixes = prefixes_of(batch, cost) if batch is not None and self.shares_prefixes else []
 
         def planned(least: int) -> list[MicroBatch]:
-            return plan_micro_batches(
-                lengths, budget, costs=costs, min_count=least, prefixes=prefixes, counts_copies=self._counts_copies
-            )
+            return plan_micro_batches(lengths, budget, costs=costs, min_count=least, prefixes=prefixes)
 
         plan = planned(min_count)
         if prefixes and self.train.share_prefix == "auto" and _num_shared(plan) < LEAST_SHARED * sum(lengths):
@@ -495,9 +498,12 @@ class TrainEngine:
             stop = stop_reason(result)
         return result | self._step(result.get("loss", 0.0), stop, lr_step)
 
-    def try_step(self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
-        """Return the loss statistics and gradient norm that train_step would report, without stepping. Collective."""
-        result = self.accumulate(sample, loss_fn, temperature=temperature)
+    def try_step(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool = True
+    ) -> dict[str, float]:
+        """Return the loss statistics and gradient norm that train_step would report, without stepping. begins: as in accumulate.
+        Collective."""
+        result = self.accumulate(sample, loss_fn, temperature=temperature, begins=begins)
         grad_norm, _, _ = self._gradient(result.get("loss", 0.0), "")
         return result | {"grad_norm": grad_norm}
 

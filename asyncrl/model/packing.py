@@ -82,14 +82,12 @@ def plan_micro_batches(
     costs: Sequence[int] = (),
     min_count: int = 1,
     prefixes: Sequence[Prefix] = (),
-    counts_copies: bool = False,
 ) -> list[MicroBatch]:
     """Plan micro-batches of at most max_tokens with balanced costs, as few as first fit (longest first) needs.
 
     costs: of the sequences; a longer one has a higher cost. Empty: their tokens.
     prefixes: a sequence is in at most one. Sequences that share a prefix stay together as far as the budget allows. Only to reach
     min_count are they split further. Where they are split, each micro-batch computes the prefix once.
-    counts_copies: the budget counts every sequence in full, because some layers compute it so.
     The micro-batches with the highest costs come first, so those of the ranks that run at the same time have similar costs. There
     are at least min_count; the last ones are empty if there are fewer sequences. Every sequence is in exactly one micro-batch. A
     sequence of more than max_tokens gets a micro-batch of its own. Ranks that must run the same number take the maximum of their
@@ -102,11 +100,7 @@ def plan_micro_batches(
     empty = [i for i, length in enumerate(lengths) if length < 1]
     if empty:
         raise ValueError(f"sequences {empty[:8]} have no tokens; every sequence needs a prompt of at least one token")
-    parts = [
-        part
-        for prefix in prefixes
-        for part in _within_budget(prefix, lengths, costs, max_tokens, counts_copies=counts_copies)
-    ]
+    parts = [part for prefix in prefixes for part in _within_budget(prefix, lengths, costs, max_tokens)]
     alone = set(range(len(lengths))).difference(*(prefix.sequences for prefix in prefixes))
     parts += [_Part((i,), lengths[i], costs[i]) for i in sorted(alone)]
     while len(parts) < min_count and (divisible := [part for part in parts if part.prefix is not None]):
@@ -114,7 +108,7 @@ def plan_micro_batches(
         parts.remove(largest)
         half = len(largest.sequences) // 2
         for sequences in (largest.sequences[:half], largest.sequences[half:]):
-            parts.append(_part(sequences, largest.prefix, lengths, costs, counts_copies=counts_copies))
+            parts.append(_part(sequences, largest.prefix, lengths, costs))
     tokens, of_parts = [part.tokens for part in parts], [part.cost for part in parts]
     longest_first = sorted(range(len(parts)), key=lambda i: (-tokens[i], parts[i].sequences))
     fitted = _first_fit(longest_first, tokens, max_tokens)
@@ -128,35 +122,26 @@ def plan_micro_batches(
     return [_micro_batch([parts[i] for i in row], lengths) for row in rows]
 
 
-def _within_budget(
-    prefix: Prefix, lengths: Sequence[int], costs: Sequence[int], max_tokens: int, *, counts_copies: bool
-) -> list[_Part]:
+def _within_budget(prefix: Prefix, lengths: Sequence[int], costs: Sequence[int], max_tokens: int) -> list[_Part]:
     """Divide the sequences of a prefix into parts that keep the budget, as few as first fit needs."""
-    once = 0 if counts_copies else prefix.tokens
+    once = prefix.tokens
     own = [lengths[i] - once for i in prefix.sequences]  # tokens that each of them adds to a part
     longest_first = sorted(range(len(own)), key=lambda i: (-own[i], i))
     fitted = _first_fit(longest_first, own, max_tokens - once)
     return [
-        _part([prefix.sequences[i] for i in chosen], prefix, lengths, costs, counts_copies=counts_copies)
+        _part([prefix.sequences[i] for i in chosen], prefix, lengths, costs)
         for chosen in _balanced(longest_first, own, own, max_tokens - once, len(fitted)) or fitted
     ]
 
 
-def _part(
-    sequences: Sequence[int],
-    prefix: Prefix | None,
-    lengths: Sequence[int],
-    costs: Sequence[int],
-    *,
-    counts_copies: bool,
-) -> _Part:
+def _part(sequences: Sequence[int], prefix: Prefix | None, lengths: Sequence[int], costs: Sequence[int]) -> _Part:
     tokens, cost = sum(lengths[i] for i in sequences), sum(costs[i] for i in sequences)
     copies = len(sequences) - 1
     if prefix is None or not copies:
         return _Part(tuple(sequences), tokens, cost)
     return _Part(
         tuple(sorted(sequences)),
-        tokens - (0 if counts_copies else copies * prefix.tokens),
+        tokens - copies * prefix.tokens,
         cost - copies * prefix.cost,
         prefix,
     )

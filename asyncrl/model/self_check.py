@@ -193,8 +193,9 @@ def check_packing(engine: TrainEngine) -> float:
 
 
 def check_sharing(engine: TrainEngine) -> None:
-    """Compare texts that share their first tokens in one row with the same texts that share nothing. Collective. Raises
-    SelfCheckError on the ranks that see a difference. Checks nothing if the engine shares no prefixes."""
+    """Compare texts that share their first tokens in one row with the same texts that share nothing, in outputs and, for a trained
+    model, in gradients. Collective. Raises SelfCheckError on the ranks that see a difference. Checks nothing if the engine shares
+    no prefixes."""
     if not engine.shares_prefixes:
         return
     texts, groups = _texts_that_share(engine)
@@ -204,16 +205,50 @@ def check_sharing(engine: TrainEngine) -> None:
         return  # the budget of a micro-batch has no room for two of them
     with _rounded_embeddings(engine):
         rounded = compute(engine, texts)
+    gap, most = _gradients_of_sharing(engine, texts, groups) if engine.optimizer is not None else (0.0, 0.0)
     shared, apart = found
-    if shared is None or apart is None or rounded is None:  # a rank without outputs
-        return
-    bound = bound_of(torch.finfo(engine.dtype).bits, Difference.between(rounded, apart).nats)
-    if (worst := Difference.between(shared, apart)).nats > bound:
+    if shared is not None and apart is not None and rounded is not None:  # not a rank without outputs
+        bound = bound_of(torch.finfo(engine.dtype).bits, Difference.between(rounded, apart).nats)
+        if (worst := Difference.between(shared, apart)).nats > bound:
+            raise SelfCheckError(
+                f"a sequence that shares its first tokens with others has other outputs than the same sequence by itself: they "
+                f"differ by {worst.nats:.3g} (bound: {bound:.0e}) at token {worst.token} of {len(texts[worst.text])}. Use "
+                "train.share_prefix=off"
+            )
+    if not gap <= most:
         raise SelfCheckError(
-            f"a sequence that shares its first tokens with others has other outputs than the same sequence by itself: they differ "
-            f"by {worst.nats:.3g} (bound: {bound:.0e}) at token {worst.token} of {len(texts[worst.text])}. Use "
-            "train.share_prefix=off"
+            "a sequence that shares its first tokens with others has other gradients than the same sequence by itself: they differ "
+            f"by {gap:.3g} of the gradients' norm (bound: {most:.0e}). Use train.share_prefix=off"
         )
+
+
+def _gradients_of_sharing(
+    engine: TrainEngine, texts: Sequence[Sequence[int]], groups: Sequence[int]
+) -> tuple[float, float]:
+    """The difference that sharing makes, and its bound, as shares of the gradients' norm over all ranks: a rank alone may hold
+    gradients of its own tokens. The engine is afterwards as before. Gradients are compared in place, so they need no memory that
+    training does not need."""
+    assert engine.optimizer is not None
+    flops = engine.trained_flops
+    apart, shared = _sample_of(texts), _sample_of(texts, groups)
+
+    def total(outputs: Mapping[str, Tensor], *_: object) -> tuple[Tensor, dict[str, Tensor]]:
+        return next(iter(outputs.values())).sum(), {}
+
+    def norm_without(sample: SequenceSample) -> float:
+        """The norm of what remains if the gradients of these texts are subtracted."""
+        minus = engine.try_step(sample, lambda *found: (-total(*found)[0], {}), temperature=1.0, begins=False)
+        return minus["grad_norm"]
+
+    whole = engine.try_step(apart, total, temperature=1.0)["grad_norm"] or 1.0
+    engine.accumulate(apart, total, temperature=1.0)
+    gap = norm_without(shared)
+    engine.accumulate(apart, total, temperature=1.0)
+    with _rounded_embeddings(engine):
+        noise = norm_without(apart)
+    engine.optimizer.zero_grad()
+    engine.trained_flops = flops
+    return gap / whole, max(_GRADIENT_BOUND[torch.finfo(engine.dtype).bits], 4 * noise / whole)
 
 
 @contextlib.contextmanager
@@ -235,15 +270,15 @@ def _rounded_embeddings(engine: TrainEngine) -> Iterator[None]:
 
 
 def _texts_that_share(engine: TrainEngine) -> tuple[list[list[int]], list[int]]:
-    """Two groups of texts, and how many texts each has. In the first group, suffixes are longer and shorter than the prefix. Texts
-    are shorter where the budget of a micro-batch demands it."""
+    """Groups of texts, and how many texts each has. In the first group, suffixes are longer and shorter than the prefix. The
+    prefixes of the others have equally many tokens. Texts are shorter where the budget of a micro-batch demands it."""
     medium, long, short = texts_of(engine.vocab_size)
     most = max(2, engine.train.max_tokens_per_mb // 4)
     suffixes = [suffix[: max(1, most // 2)] for suffix in (short, long, medium, long[::-1])]
-    prefixes = [prefix[:most] for prefix in (long[::-1], medium)]
-    first = [prefixes[0] + suffix for suffix in suffixes]
-    second = [prefixes[1] + suffix for suffix in suffixes[:2]]
-    return first + second, [len(first), len(second)]
+    first, *others = (prefix[:most] for prefix in (long[::-1], medium, medium[::-1]))
+    groups = [[first + suffix for suffix in suffixes]]
+    groups += [[prefix + suffix for suffix in suffixes[:2]] for prefix in others]
+    return [text for group in groups for text in group], list(map(len, groups))
 
 
 def _in_wider_floats(module: nn.Module, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -284,7 +319,6 @@ def check_saved_copy(path: Path, *, share_prefix: str) -> tuple[TrainEngine, Agr
     texts = texts_of(engine.vocab_size)
     plain = plain_outputs(path, texts)
     check_packing(engine)
-    check_sharing(engine)
     packed = compute(engine, texts)
     assert packed is not None
     if (worst := Difference.between(packed, plain.logprobs)).nats > (bound := plain.bound):
@@ -300,6 +334,7 @@ def check_saved_copy(path: Path, *, share_prefix: str) -> tuple[TrainEngine, Agr
             f"gradient of {name} (bound: {plain.gradient_bound:.0e}), in a small copy of the architecture, whose logprobs are "
             "equal. Use another model"
         )
+    check_sharing(engine)
     return engine, Agreement(worst.nats, share)
 
 

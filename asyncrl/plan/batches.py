@@ -20,7 +20,6 @@ from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import minibatches_of
-from asyncrl.plan.shapes import ModelShape
 
 PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
 
@@ -79,8 +78,8 @@ def shared_tokens(config: ExperimentConfig) -> int:
     return prompt if config.rollout.group_size > 1 and prompt < config.train.max_tokens_per_mb else 0
 
 
-def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid, path: str) -> Load:
-    """config: resolved (config/resolve.py). path: folder of the model that computes the MFC. Raises PlanError."""
+def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
+    """config: resolved (config/resolve.py)."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step":
@@ -98,20 +97,11 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid, path: str
         counts += [1] * texts
     shared = {"prefix": prefix, "counts": counts} if group > 1 else {}
     whole = Load(minibatches, grid.num_stages, lengths, full=False, **shared)  # type: ignore[arg-type]
-    in_full = group > 1 and computes_in_full(config, path)  # then the budget counts all tokens
-    if math.ceil((sum(lengths) if in_full else whole.row_tokens) / most) <= grid.num_stages:
+    if math.ceil(whole.row_tokens / most) <= grid.num_stages:
         return whole
-    filled, counts = _filled(most, length, *((0, 1) if in_full else (prefix, group)))
-    if in_full:
-        shares = sum(length > prefix for length in filled)
-        counts = _groups(shares, group) + [1] * (len(filled) - shares)
+    filled, counts = _filled(most, length, prefix, group)
     count = math.ceil(sum(lengths) / sum(filled))
     return Load(minibatches, count, filled, **(shared and {"prefix": prefix, "counts": counts}))  # type: ignore[arg-type]
-
-
-def computes_in_full(config: ExperimentConfig, path: str) -> bool:
-    """Whether a layer of a model computes a shared prompt for each sequence on a GPU (model/engine.py `_counts_copies`)."""
-    return ModelShape.of(path).state is not None or config.train.dtype == "float32"
 
 
 def _groups(num_sequences: int, size: int) -> list[int]:

@@ -64,7 +64,6 @@ class Placed:
 
     grid: ParallelGrid
     num_hosts: int = 1
-    path: str = ""  # the model's folder
 
 
 def time_bound(
@@ -89,7 +88,7 @@ def time_bound(
         times = []
         for step in rank.steps:
             grid = placed[step.model].grid
-            load = load_of(config, mfcs[step.mfc], grid, placed[step.model].path)
+            load = load_of(config, mfcs[step.mfc], grid)
             computes, receives = step_times(step, placed[step.model], load.micro_batches, device)
             times.append((computes * of_flops, receives * (of_tokens if load.full else 1.0)))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
@@ -139,10 +138,10 @@ def _group(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[
 
 
 def _saved_by_sharing(config: ExperimentConfig, shape: ModelShape) -> tuple[float, int]:
-    """Forward FLOPs and tokens of a group's prompt but for the first time. Layers with a state compute it each time."""
+    """Forward FLOPs and tokens of a group's prompt but for the first time."""
     prefix = shared_tokens(config)
     tokens = (config.rollout.group_size - 1) * prefix
-    return (shape.forward_flops(tokens, prefix) - tokens * shape.state_flops if tokens else 0.0), tokens
+    return shape.forward_flops(tokens, prefix) if tokens else 0.0, tokens
 
 
 def sharing_of(config: ExperimentConfig, shape: ModelShape, response: int) -> Sharing | None:

@@ -14,7 +14,7 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.config.transports import forms_nccl_groups
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.dataflow.placed_models import models_of, place
+from asyncrl.dataflow.placed_models import place
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.checks.gpus import needed_gpus, num_gpus
 from asyncrl.launch.checks.memory import DTYPE_BYTES
@@ -135,15 +135,14 @@ def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str,
     if not mode_of(config.mode).trains:
         return {}
     first, named = needed_gpus(config)[0], allocation.generation_devices is not None
-    placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
-    paths = {model.name: model.path for model in models_of(placements, mfcs, config.train, config.model_path)}
+    placements, _ = place(allocation, build_dataflow(config.train, config.mode))
     placed = {}
     for placement in placements:
         if placement.grid.on_cpu:
             continue
         gpus = [allocation.device_of_worker(worker) if named else first + worker for worker in placement.workers]
         num_hosts = len({gpu // GPUS_PER_HOST for gpu in gpus})
-        placed[placement.name] = Placed(placement.grid, num_hosts, paths[placement.name])
+        placed[placement.name] = Placed(placement.grid, num_hosts)
     return placed
 
 

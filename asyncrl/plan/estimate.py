@@ -83,14 +83,14 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     split, context, trains = grid.parts(MATRICES), grid.parts(TOKENS), mfc.kind == "train_step"
     # Beside adapters the weights have no gradients, and the backward pass computes none of them
     all_trained = trains and model.lora is None
-    load = load_of(config, MFCDef.of(mfc), grid, model.path)
+    load = load_of(config, MFCDef.of(mfc), grid)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
     budget = math.ceil(load.row_tokens / (1 if load.full else load.micro_batches) / context)
     row_tokens, prefix = (load.tokens - load.shared) // context, load.prefix or 1
     needed = shape.forward_flops(load.tokens, length) - shape.forward_flops(load.shared, prefix)
-    # Tensor ranks do not split layers with a state, which compute a shared prompt for each sequence
-    of_states = shape.state_flops * load.tokens / (grid.num_stages * context)
-    forward = (needed - shape.state_flops * (load.tokens - load.shared)) / grid.replica_size + of_states
+    # Tensor ranks do not split layers with a state
+    of_states = shape.state_flops * (load.tokens - load.shared)
+    forward = (needed - of_states) / grid.replica_size + of_states / (grid.num_stages * context)
     layers = math.ceil(shape.num_layers / grid.num_stages)
     # Parameters, gathered from the ranks that share them out
     whole = (shape.parameters + shape.state_parameters * (split - 1)) // (grid.num_stages * split)
@@ -144,7 +144,7 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     of_state, state = 0, shape.state
     if state is not None:
         of_head = _SAVED_KEY * state.key_width + _SAVED_VALUE * state.value_width + _SAVED_CHUNK
-        of_state = budget * load.tokens // (load.tokens - load.shared) * _FLOAT * state.heads * of_head
+        of_state = budget * _FLOAT * state.heads * of_head
     of_layers = layers * of_layer + layers * shape.state_layers // shape.num_layers * of_state
     kept = (layers * entries if train.gradient_checkpointing else of_layers) * grid.num_stages
     logits = min(int(train.logprob_chunk_tokens), budget) * shape.vocab // split

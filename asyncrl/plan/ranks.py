@@ -132,7 +132,7 @@ def _task(
     config: ExperimentConfig, model: ModelConfig, stage: int, mfcs: Sequence[PlacedMFC], device_type: str
 ) -> ShardTask:
     grid, own = ModelPlacement.of(model).grid, [mfc for mfc in mfcs if mfc.model == model.name]
-    loads = {mfc.name: load_of(config, MFCDef.of(mfc), grid, model.path) for mfc in own}
+    loads = {mfc.name: load_of(config, MFCDef.of(mfc), grid) for mfc in own}
     return ShardTask(model, stage, own, loads, config.train, device_type)
 
 

@@ -82,16 +82,22 @@ def test_a_plan_agrees_with_real_ranks(case: Case, tmp_path: Path, ranks: RankPr
 
 
 @pytest.mark.parametrize(
-    ("grid", "role", "checkpointing"),
-    [("d2", "actor", True), ("c2", "actor", True), pytest.param("m2", "actor", False, marks=pytest.mark.release)],
+    ("model", "grid", "role", "checkpointing"),
+    [
+        ("qwen2", "d2", "actor", True),
+        ("qwen2", "c2", "actor", True),
+        pytest.param("qwen2", "m2", "actor", False, marks=pytest.mark.release),
+        ("qwen3_5_text", "d2", "actor", True),
+        pytest.param("mistral", "d2", "actor", False, marks=pytest.mark.release),
+    ],
 )
 def test_a_plan_of_shared_prompts_agrees_with_real_ranks(
-    grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
+    model: str, grid: str, role: str, checkpointing: bool, tmp_path: Path, ranks: RankProcesses
 ) -> None:
     """Two groups of four sequences, and a shorter one, in each of three micro-batches."""
-    make_tiny_model(tmp_path)
+    make_tiny_model(tmp_path, model)
     lengths, counts = (160,) * 8 + (100,), (4, 4, 1)
-    found = compare(Case("qwen2", grid, role, checkpointing, 2, 3, lengths, prefix=64, counts=counts), tmp_path, ranks)
+    found = compare(Case(model, grid, role, checkpointing, 2, 3, lengths, prefix=64, counts=counts), tmp_path, ranks)
     assert [one.predicted_traffic for one in found] == [one.measured_traffic for one in found]
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from asyncrl.architectures.agreement import BOUND
-from asyncrl.architectures.small_copy import save_small_copy
+from asyncrl.architectures.small_copy import save_small_copy, small_config
+from asyncrl.architectures.states import States
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
@@ -31,8 +35,23 @@ OFF = replace(ON, share_prefix="off")
 # The small copy of Qwen3.5 enlarges a change of its embeddings in the last place to 2e-4 nats
 RTOL = {"qwen3_5_text": 1e-4}
 Shared = list[tuple[int, int]]  # of each sequence, as in attention.row_of
-# Plain; grouped heads with norms; sinks and windows; soft caps and windows; windows; layers with a state; experts
-FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "qwen3_5_text", "lfm2", "qwen3_moe")
+# Plain; grouped heads with norms; sinks and windows; soft caps and windows; windows; keys and values of unequal sizes; experts
+ATTENTION = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "deepseek_v3", "qwen3_moe")
+# A delta rule, a convolution, state spaces, beside attention in the same layer or not
+WITH_STATE = ("qwen3_5_text", "lfm2", "mamba2", "falcon_h1")
+FAMILIES = ATTENTION + WITH_STATE
+# Each type of module with a state of the families that train, but that of Qwen3.5 with experts: it has the code of Qwen3.5
+TYPES = (
+    *WITH_STATE,
+    "qwen3_next",
+    "lfm2_moe",
+    "lfm3",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "olmo_hybrid",
+    "zamba2",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,8 +150,54 @@ def assert_same(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_gives_the_same_outputs_and_gradients(path_of: Callable[[str], Path], family: str) -> None:
     engine = assert_same(path_of(family), rtol=RTOL.get(family, 1e-5))
-    writes_out = family in ("gpt_oss", "gemma2", "gemma3_text", "qwen3_5_text", "lfm2")
-    assert (any(engine.why_written_out) or bool(engine.with_state)) == writes_out
+    assert bool(engine.with_state) == (family in WITH_STATE)
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_a_state_that_is_forked_is_exact(family: str) -> None:
+    """In float64: the outputs of a module, and the gradients of its inputs and parameters, as of whole sequences. Two prefixes have
+    equally many tokens, one has one token, and some suffixes have one token."""
+    model = in_float64(family)
+    module = next(iter(states.keep_apart(model).values()))
+    lengths = [20, 13, 41, 12, 5, 7, 30, 15, 14, 2, 9]
+    shared = ((0, 0), (0, 12), (2, 0), (2, 11), (4, 0), (5, 0), (0, 12), (7, 0), (7, 12), (9, 0), (9, 1))
+    places = torch.from_numpy(attention.row_of(lengths, shared)[0])
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = 0.3 * torch.randn_like(parameter)
+    row = torch.randn(1, int(places.max()) + 1, model.config.get_text_config().hidden_size, dtype=torch.float64)
+    row.requires_grad_()
+    weights = torch.randn(1, len(places), row.shape[2], dtype=torch.float64)
+
+    def computed(output: torch.Tensor) -> list[torch.Tensor]:
+        return [output.detach(), *torch.autograd.grad((output * weights).sum(), [row, *module.parameters()])]
+
+    found = computed(module(row, segments=attention.Segments.of(lengths, shared=shared))[:, places])
+    expected = computed(module(row[:, places], segments=attention.Segments.of(lengths)))
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(other.abs().max()))
+
+
+def in_float64(family: str) -> Any:
+    """A small copy whose code computes in float64 what it computes in float32 for all models."""
+    config = small_config(default_config(family))
+    found = type(AutoModelForCausalLM.from_config(config))
+    code = sys.modules[found.__module__]
+    wide = ModuleType(code.__name__)
+    wide.__dict__.update(__file__=code.__file__, __package__=code.__package__)
+    source = inspect.getsource(code).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    exec(compile(source, str(code.__file__), "exec"), wide.__dict__)
+    return getattr(wide, found.__name__)(config).double()
+
+
+def test_a_scan_that_begins_anew_shares_nothing(path_of: Callable[[str], Path]) -> None:
+    """Zamba's state is lost between two calls of several tokens."""
+    model = ModelConfig("actor", str(path_of("zamba")), "d1", [0])
+    engine = TrainEngine(model, replace(ON, share_prefix="auto"))
+    engine.logprobs(make_sample(), temperature=1.0)
+    assert engine.num_tokens_shared == 0
+    with pytest.raises(ConfigError, match=r"train.share_prefix='on'.*ZambaMambaMixer.*use off"):
+        TrainEngine(model, ON)
 
 
 @pytest.mark.parametrize("kind", ["value", "reward"])
@@ -163,8 +228,7 @@ def test_bfloat16(path_of: Callable[[str], Path]) -> None:
 def test_the_kernels_of_a_gpu(path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """The varlen kernel is a stand-in, which aligns queries with the last keys as the kernel does."""
     kernels_of_a_gpu(monkeypatch)
-    engine = assert_same(path_of(family), replace(ON, dtype="bfloat16"), atol=0.1, rtol=0.1)
-    assert all(engine.why_written_out) == (family == "gpt_oss")
+    assert_same(path_of(family), replace(ON, dtype="bfloat16"), atol=0.1, rtol=0.1)
 
 
 def test_a_shared_prefix_counts_once(path_of: Callable[[str], Path]) -> None:
@@ -255,12 +319,36 @@ def suffixes_forget_the_prefix(patch: pytest.MonkeyPatch) -> None:
     with_layout(patch, lambda lengths, shared: ([n - num for n, (_, num) in zip(lengths, shared, strict=True)], ()))
 
 
+def the_state_of_another_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Sequences go on from the state behind another prefix of as many tokens."""
+    at = States.at
+    patch.setattr(States, "at", lambda self, rows: at(self, rows.flip(0)))
+
+
+def no_gradient_reaches_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    """A copy of a state has its values only."""
+    at = States.at
+
+    def detached(self: States, rows: torch.Tensor) -> States:
+        with torch.no_grad():
+            return at(self, rows)
+
+    patch.setattr(States, "at", detached)
+
+
 FAULTS = [
     ("llama", a_suffix_sees_another),
     ("llama", positions_continue),
     ("llama", suffixes_forget_the_prefix),
+    ("gpt_oss", a_suffix_sees_another),
+    ("gpt_oss", suffixes_forget_the_prefix),
+    ("gemma2", suffixes_forget_the_prefix),
     ("qwen3_5_text", a_state_runs_on),
     ("qwen3_5_text", positions_continue),
+    ("mamba2", a_suffix_sees_another),
+    ("mamba2", no_gradient_reaches_the_prefix),
+    ("lfm2", suffixes_forget_the_prefix),
+    ("lfm2", the_state_of_another_prefix),
 ]
 
 

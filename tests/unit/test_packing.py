@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.model.attention import Rectangle
 from asyncrl.model.packing import (
     MicroBatch,
     Packed,
@@ -133,7 +134,7 @@ def test_each_predictor_is_the_token_before_the_predicted_one(lengths, padding):
 def test_attention_rectangles_hold_each_sequence_in_its_own_row_with_little_padding(lengths):
     segments = Packed.of(np.zeros(sum(lengths), np.int64), lengths).segments
     row_of_place = [
-        (at, row) for at, (rows, width) in enumerate(segments.rectangles) for row in range(rows) for _ in range(width)
+        (at, row) for at, one in enumerate(segments.rectangles) for row in range(one.rows) for _ in range(one.width)
     ]
     taken = set()
     for places in torch.split(segments.places, lengths):
@@ -143,8 +144,8 @@ def test_attention_rectangles_hold_each_sequence_in_its_own_row_with_little_padd
         assert places.diff().eq(1).all()
         taken |= rows
         assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # a sequence starts at its row's first place
-    assert sum(rows for rows, _ in segments.rectangles) == len(lengths)
-    assert segments.num_places <= 1.1 * sum(lengths) + 4 * len(lengths)
+    assert sum(one.rows for one in segments.rectangles) == len(lengths)
+    assert sum(segments.sizes) <= 1.1 * sum(lengths) + 4 * len(lengths)
 
 
 @given(lengths=LENGTHS, data=st.data())
@@ -204,10 +205,9 @@ def costs_of(lengths) -> int:
     groups=GROUPS,
     max_tokens=st.integers(1, 120),
     min_count=st.integers(0, 12),
-    counts_copies=st.booleans(),
 )
 def test_a_plan_with_shared_prefixes_keeps_the_budget_and_computes_each_token_of_a_micro_batch_once(
-    groups, max_tokens, min_count, counts_copies
+    groups, max_tokens, min_count
 ):
     batch = SequenceBatch.of(groups_of(groups))
     lengths, ids = batch.lengths, batch.data["packed_input_ids"]
@@ -219,7 +219,6 @@ def test_a_plan_with_shared_prefixes_keeps_the_budget_and_computes_each_token_of
         costs=[costs_of([n]) for n in lengths],
         min_count=min_count,
         prefixes=prefixes,
-        counts_copies=counts_copies,
     )
     assert sorted(i for row in plan for i in row.sequences) == list(range(len(lengths)))
     assert len(plan) >= min_count
@@ -228,8 +227,7 @@ def test_a_plan_with_shared_prefixes_keeps_the_budget_and_computes_each_token_of
     for row in plan:
         own = [lengths[i] for i in row.sequences]
         assert row.num_tokens == sum(own) - sum(row.copies)
-        counted = sum(own) if counts_copies else row.num_tokens
-        assert counted <= max_tokens or len(row.sequences) == 1
+        assert row.num_tokens <= max_tokens or len(row.sequences) == 1
         tokens = [ids[bounds[i] : bounds[i + 1]] for i in row.sequences]
         for at, (source, num) in enumerate(row.shared):
             assert num < len(tokens[at])
@@ -312,8 +310,15 @@ def test_a_row_with_a_shared_prefix_by_hand():
     assert packed.predicted.tolist() == [1, 2, 3, 4, 6]
     assert packed.predictors.tolist() == [0, 1, 1, 3, 5]  # 2 predicts 3 and 7
     assert packed.places.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6]
-    assert packed.segments.cu_seqlens.tolist() == [0, 3, 5, 7]
-    assert packed.segments.shared.whole.cu_seqlens.tolist() == [0, 3, 7, 9]
+    # 1 2, then 3 and 7 8, both behind it, and 5 6
+    segments = packed.segments
+    assert segments.cu_seqlens.tolist() == [0, 2, 3, 5, 7]
+    assert segments.shared.cu_seqlens.tolist() == [0, 2, 5, 9, 11]
+    assert segments.shared.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6]
+    whole, prefix, behind = segments.rectangles
+    assert (whole, prefix) == (Rectangle(1, 2), Rectangle(1, 2, is_prefix=True))
+    assert (behind.rows, behind.width, behind.prefix, behind.parents.tolist()) == (2, 2, 2, [0, 0])
+    assert segments.places.tolist() == [2, 3, 6, 4, 5, 0, 1]
     assert MicroBatch((0, 1, 2), 7, shared).copies == [2]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from inspect import signature
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -235,7 +233,7 @@ def config_of(**train) -> ExperimentConfig:
 def test_a_batch_is_spread_over_ranks_and_minibatches(train, grid, expected):
     config = config_of(**train)
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
-    assert load_of(config, mfc, ParallelGrid.parse(grid), "m") == expected
+    assert load_of(config, mfc, ParallelGrid.parse(grid)) == expected
 
 
 @pytest.mark.parametrize(
@@ -257,22 +255,10 @@ def test_a_batch_is_spread_over_ranks_and_minibatches(train, grid, expected):
 def test_a_group_has_its_prompt_once_in_a_micro_batch(most, grid, expected, tokens):
     config = config_of(batch_size=4, max_tokens_per_mb=most, share_prefix="on", dtype="bfloat16")
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
-    with patch.object(ModelShape, "of", lambda path: SimpleNamespace(state=None)):
-        load = load_of(config, mfc, ParallelGrid.parse(grid), "m")
+    load = load_of(config, mfc, ParallelGrid.parse(grid))
     assert load == expected
     assert load.row_tokens == tokens
     assert load.tokens - load.shared == load.repeats * tokens
-
-
-def test_the_budget_of_a_hybrid_counts_each_prompt():
-    """Its layers with a state compute the sequences in full, so a micro-batch has no more of them. Those longer than the prompt
-    share it."""
-    config = config_of(batch_size=4, max_tokens_per_mb=7000, share_prefix="on", dtype="bfloat16")
-    (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
-    with patch.object(ModelShape, "of", lambda path: SimpleNamespace(state=object())):
-        load = load_of(config, mfc, ParallelGrid(), "m")
-    assert load == Load(2, 2, [1512] * 4 + [952], prefix=512, counts=[4, 1])
-    assert load.row_tokens == 7000 - 3 * 512
 
 
 def test_sequences_of_a_planned_group_share_their_prompt_and_no_more():
@@ -295,7 +281,7 @@ def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
     )
     config = replace(config_of(), train=train)
     (node,) = [node for node in training_mfcs(train) if node.name == mfc]
-    load = load_of(config, node, ParallelGrid(), "m")
+    load = load_of(config, node, ParallelGrid())
     assert load.minibatches == 3 * minibatches
     assert load.tokens == 3 * 16 * 1512
 
