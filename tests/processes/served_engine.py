@@ -74,12 +74,26 @@ class Served:
         )
 
 
+_EMBEDDED = GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=512, page_size=16)
+
+
 @asynccontextmanager
-async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
-    """Run a generation server that serves v0. tokenizer: the model's tokenizer; None: one with a token for each character."""
+async def serve(
+    run_dir: Path,
+    tokenizer: Any = None,
+    *,
+    engine: str = "transformers",
+    generation: GenerationConfig = _EMBEDDED,
+    start_limit_s: float = 60.0,
+    **sizes: Any,
+) -> AsyncIterator[Served]:
+    """Run a generation server that serves v0. tokenizer: the model's tokenizer; None: one with a token for each character.
+    sizes: of the model, as for make_tiny_model."""
     torch.set_num_threads(1)
-    make_tiny_model(run_dir / "model", tokenizer=tokenizer)
-    models = {version: make_tiny_model(None, tokenizer=tokenizer, seed=version.version) for version in (V0, V1)}
+    make_tiny_model(run_dir / "model", tokenizer=tokenizer, **sizes)
+    models = {
+        version: make_tiny_model(None, tokenizer=tokenizer, seed=version.version, **sizes) for version in (V0, V1)
+    }
     for version, model in models.items():
         tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
         path = version_dir(run_dir, "actor", version)
@@ -88,10 +102,10 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
     server = GenerationServer(
         GenerationServerConfig(
             worker=WorkerInfo("generation_server", 0, 1, "e", "t", 1, str(run_dir), 1, name_resolve, RuntimeConfig()),
-            engine="transformers",
+            engine=engine,
             model_path=str(run_dir / "model"),
             tokenizer_path=str(run_dir / "model"),
-            generation=GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=512, page_size=16),
+            generation=generation,
             torch_threads=1,
         ),
         memory_system(),
@@ -99,7 +113,7 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
     main = asyncio.create_task(server.main())
     resolver = open_names(name_resolve)
     try:
-        url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), 60.0)
+        url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), start_limit_s)
         made = Served(url, run_dir, models)
         await made.update(V0)
         yield made

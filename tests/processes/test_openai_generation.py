@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
@@ -19,6 +18,7 @@ from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.testing.tiny import make_chat_tokenizer
+from tests.processes.served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 from tests.support.services import make_services
 
 GROUP, MAX_NEW_TOKENS = 3, 40
@@ -89,17 +89,22 @@ EOS = TOKENIZER.eos_token_id
 
 
 async def test_tokens_logprobs_and_versions_are_those_of_the_engine(tmp_path: Path) -> None:
-    agent = TwoTurns(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=GROUP)
-    client, endpoint = RecordingClient(), ChatEndpoint(make_services())
     async with serve(tmp_path, TOKENIZER) as served:
-        agent.served = served
-        await endpoint.start("127.0.0.1")
-        try:
-            policy = partial(respond, client, Route(served.ticket()))
-            (sample,) = await agent.collect_sessions(PROMPT, UnjudgedEnv(prompt=PROMPT, reward=None), endpoint, policy)
-        finally:
-            await endpoint.close()
-            await client.close()
+        await sessions_are_exact(served)
+
+
+async def sessions_are_exact(served: Served) -> None:
+    """Hold the sessions of a group with this server, and compare each with the engine's answers and with a forward pass."""
+    agent = TwoTurns(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=GROUP)
+    agent.served = served
+    client, endpoint = RecordingClient(), ChatEndpoint(make_services())
+    await endpoint.start("127.0.0.1")
+    try:
+        policy = partial(respond, client, Route(served.ticket()))
+        (sample,) = await agent.collect_sessions(PROMPT, UnjudgedEnv(prompt=PROMPT, reward=None), endpoint, policy)
+    finally:
+        await endpoint.close()
+        await client.close()
 
     assert sample.data["rewards"].tolist() == list(range(GROUP))
     assert sample.data["version_start"].tolist() == [V0.pack()] * GROUP

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
+from tests.processes.served_engine import V1, NoOtherServer, forward_logprobs, serve
 from tests.support.services import make_services
 
 LIMIT_S = 60.0

@@ -15,9 +15,10 @@ import torch
 
 from asyncrl.config.engines import SGLANG_PROGRAM
 from asyncrl.config.schema import GenerationConfig
+from asyncrl.generation.server_process import ServerProcess
 from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import own_server
-from tests.support.real_servers import ServerInThread, config_with, interpreter, limit_tests
+from tests.support.real_servers import ServerInThread, config_with, interpreter, kept_alive, limit_tests
 from tests.support.weight_store import WeightStore
 
 
@@ -45,25 +46,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 def session_servers(
     sglang_config: GenerationConfig, store: WeightStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServerInThread]]:
-    """A function that returns the session's server. It starts the server at the first call, and again if a test has killed it."""
+    """A function that returns the session's server."""
     log = tmp_path_factory.mktemp("sglang") / "sglang.log"
-    started: list[ServerInThread] = []
 
-    def make() -> ServerInThread:
-        return ServerInThread(
-            lambda: own_server(sglang_config, str(store.model_path), tensor=1, seed=1, log=log), SGLangClient
-        )
+    def make() -> ServerProcess:
+        return own_server(sglang_config, str(store.model_path), tensor=1, seed=1, log=log)
 
-    def alive() -> ServerInThread:
-        if started:
-            started[0].revive()
-        else:
-            started.append(make())
-        return started[0]
-
-    yield alive
-    for server in started:
-        server.stop()
+    yield from kept_alive(lambda: ServerInThread(make, SGLangClient))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ of an update, and SGLang must not outlive it. Each trained token is checked agai
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import signal
@@ -17,11 +16,9 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation import server_engine
-from asyncrl.generation.engine import EngineArguments, EngineFailed, EngineRequest
+from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
-from asyncrl.protocol.generation import SamplingParams
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,
@@ -33,7 +30,8 @@ from asyncrl.testing.runs import (
 )
 from tests.support.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from tests.support.live_runs import freeze_at_work, resume
-from tests.support.weight_store import V0, WeightStore
+from tests.support.real_servers import ServerInThread, fails_when_it_stands_still
+from tests.support.weight_store import WeightStore
 
 LIMIT_S = 240.0  # SGLang starts within 15 s on an idle machine
 BATCH = 4
@@ -132,28 +130,10 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
 async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
     store: WeightStore,
     sglang_config: GenerationConfig,
-    session_servers: Callable[[], object],
+    session_servers: Callable[[], ServerInThread],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine fails if SGLang stands still. In a run the generation server then fails, and the launcher restarts it."""
-    server = session_servers().process  # type: ignore[attr-defined]
+    server = session_servers().process
     engine = SGLangEngine(EngineArguments(str(store.model_path), sglang_config), AttachedServer(server.url))
-    await engine.start()
-    processes = [psutil.Process(server.pid)]
-    processes += processes[0].children(recursive=True)
-    try:
-        await engine.load_weights(store.path(V0), V0)
-        request = EngineRequest("long", [1, 2, 3], SamplingParams(max_new_tokens=400, ignore_eos=True))
-        waiting = engine.submit(request)
-        monkeypatch.setattr(server_engine, "ASK_LIMIT_S", 0.5)  # limit for one health query to SGLang
-        monkeypatch.setattr(server_engine, "_SILENT_LIMIT_S", 1.0)
-        for process in processes:
-            process.suspend()
-        with pytest.raises(EngineFailed, match="has not answered for"):
-            await asyncio.wait_for(waiting, LIMIT_S)
-        assert engine.failure is not None
-        assert engine.stats().version == ""
-    finally:
-        for process in processes:
-            process.resume()
-        await engine.close()
+    await fails_when_it_stands_still(engine, server, store, monkeypatch)

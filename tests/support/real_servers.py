@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.config.engines import ServerProgram
 from asyncrl.config.schema import GenerationConfig
+from asyncrl.generation import server_engine
+from asyncrl.generation.engine import EngineFailed, EngineRequest
 from asyncrl.generation.server_client import ServerClient, ServerError
+from asyncrl.generation.server_engine import ServerEngine
 from asyncrl.generation.server_environment import find_program
 from asyncrl.generation.server_process import ServerLink, ServerProcess
+from asyncrl.protocol.generation import SamplingParams
+from tests.support.server_load import within
+from tests.support.weight_store import V0, WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240.0  # about 15 s on an idle machine; other processes compete with it
@@ -100,3 +107,44 @@ class ServerInThread(ServerLink):
 
     def stop(self) -> None:
         self._run(self.process.close(), 60)
+
+
+def kept_alive(make: Callable[[], ServerInThread]) -> Iterator[Callable[[], ServerInThread]]:
+    """For a session's fixture: a function that returns the server. It starts the server at the first call, and again if a test has
+    killed it."""
+    started: list[ServerInThread] = []
+
+    def alive() -> ServerInThread:
+        if started:
+            started[0].revive()
+        else:
+            started.append(make())
+        return started[0]
+
+    yield alive
+    for server in started:
+        server.stop()
+
+
+async def fails_when_it_stands_still(
+    engine: ServerEngine[Any], server: ServerProcess, store: WeightStore, patch: pytest.MonkeyPatch
+) -> None:
+    """Freeze the server of an engine that has not started: its request fails, and the engine with it."""
+    await engine.start()
+    processes = [psutil.Process(server.pid)]
+    processes += processes[0].children(recursive=True)
+    try:
+        await engine.load_weights(store.path(V0), V0)
+        waiting = engine.submit(EngineRequest("long", [1, 2, 3], SamplingParams(max_new_tokens=900, ignore_eos=True)))
+        patch.setattr(server_engine, "ASK_LIMIT_S", 0.5)  # limit for one health query
+        patch.setattr(server_engine, "_SILENT_LIMIT_S", 1.0)
+        for process in processes:
+            process.suspend()
+        with pytest.raises(EngineFailed, match="has not answered for"):
+            await within(waiting)
+        assert engine.failure is not None
+        assert engine.stats().version == ""
+    finally:
+        for process in processes:
+            process.resume()
+        await engine.close()

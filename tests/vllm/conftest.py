@@ -5,7 +5,7 @@ Its environment is ASYNCRL_VLLM_PYTHON, or .venv-vllm of the repository.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 
 from asyncrl.config.engines import VLLM_PROGRAM
 from asyncrl.config.schema import GenerationConfig
+from asyncrl.generation.server_process import ServerProcess
 from asyncrl.generation.vllm import VLLMClient, own_server
-from tests.support.real_servers import ServerInThread, config_with, interpreter, limit_tests
+from tests.support.real_servers import ServerInThread, config_with, interpreter, kept_alive, limit_tests
 from tests.support.weight_store import WeightStore
 
 MAX_POSITIONS = 8192
@@ -44,13 +45,19 @@ def vllm_store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(
+def session_servers(
     vllm_config: GenerationConfig, vllm_store: WeightStore, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerInThread]:
-    """The session's server. It serves the weights that the previous test loaded."""
+) -> Iterator[Callable[[], ServerInThread]]:
+    """A function that returns the session's server."""
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = ServerInThread(
-        lambda: own_server(vllm_config, str(vllm_store.model_path), tensor=1, seed=1, log=log), VLLMClient
-    )
-    yield server
-    server.stop()
+
+    def make() -> ServerProcess:
+        return own_server(vllm_config, str(vllm_store.model_path), tensor=1, seed=1, log=log)
+
+    yield from kept_alive(lambda: ServerInThread(make, VLLMClient))
+
+
+@pytest.fixture
+def vllm_server(session_servers: Callable[[], ServerInThread]) -> ServerInThread:
+    """The session's server. It serves the weights that the previous test loaded. A dead server is replaced."""
+    return session_servers()

@@ -27,7 +27,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.vllm import VLLMClient, VLLMEngine, own_server
 from asyncrl.protocol.generation import SamplingParams, VersionSpan
-from tests.support.real_servers import ServerInThread
+from tests.support.real_servers import ServerInThread, fails_when_it_stands_still
 from tests.support.server_load import Counter, close_to, make_prompt, respond, within
 from tests.support.weight_store import V0, V1, V2, V3, WeightStore
 
@@ -39,12 +39,14 @@ ENDING = SamplingParams(max_new_tokens=200)
 
 @contextlib.asynccontextmanager
 async def attached(
-    server: ServerInThread, store: WeightStore, config: GenerationConfig, **changes: Any
+    server: ServerInThread, store: WeightStore, config: GenerationConfig, *, num_versions: int = 1, **changes: Any
 ) -> AsyncIterator[tuple[VLLMEngine, Counter]]:
     """An engine at the session's server. It serves V0."""
     counter = Counter()
     changed = dataclasses.replace(config, **changes)
-    arguments = EngineArguments(str(store.model_path), changed, on_tokens=counter, lora=store.lora)
+    arguments = EngineArguments(
+        str(store.model_path), changed, on_tokens=counter, lora=store.lora, num_versions=num_versions
+    )
     engine = VLLMEngine(arguments, server)
     await engine.start()
     try:
@@ -250,15 +252,22 @@ async def test_a_pause_in_place_keeps_running_requests(
         await engine.close()
 
 
-async def test_the_death_of_vllm_fails_its_requests_and_leaves_nothing(
-    vllm_store: WeightStore, vllm_config: GenerationConfig, tmp_path: Path
+@pytest.mark.release
+async def test_a_vllm_that_stands_still_is_given_up(
+    vllm_server: ServerInThread,
+    vllm_store: WeightStore,
+    vllm_config: GenerationConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = own_server(vllm_config, str(vllm_store.model_path), tensor=1, seed=1, log=tmp_path / "vllm.log")
-    counter = Counter()
-    engine = VLLMEngine(EngineArguments(str(vllm_store.model_path), vllm_config, on_tokens=counter), server)
-    await engine.start()
-    try:
-        await engine.load_weights(vllm_store.path(V0), V0)
+    engine = VLLMEngine(EngineArguments(str(vllm_store.model_path), vllm_config), vllm_server)
+    await fails_when_it_stands_still(engine, vllm_server.process, vllm_store, monkeypatch)
+
+
+async def test_the_death_of_vllm_fails_its_requests_and_leaves_nothing(
+    vllm_server: ServerInThread, vllm_store: WeightStore, vllm_config: GenerationConfig
+) -> None:
+    server = vllm_server.process
+    async with attached(vllm_server, vllm_store, vllm_config) as (engine, counter):
         processes = [psutil.Process(server.pid), *server.children]
         assert len(processes) >= 3  # the front end, the engine's core and its worker
         future = engine.submit(EngineRequest("r", [1, 2], ENDLESS))
@@ -273,8 +282,7 @@ async def test_the_death_of_vllm_fails_its_requests_and_leaves_nothing(
         assert "its log" in str(engine.failure)
         with pytest.raises(EngineUnavailable, match="the engine has failed"):
             engine.submit(EngineRequest("late", [1, 2], ENDLESS))
-    finally:
-        await engine.close()
+    vllm_server.stop()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
     assert not Path(server.url.removeprefix("unix:")).parent.exists()

@@ -14,7 +14,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_ti
 from asyncrl.weights.adapter import ADAPTER
 from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
-from tests.support.in_update import largest_logprob_error
+from tests.support.in_update import die_in_update, has_struck, largest_logprob_error
 from tests.support.real_servers import START_LIMIT_S
 from tests.support.weight_store import WeightStore
 
@@ -22,7 +22,14 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 @contextmanager
-def running(store: WeightStore, python: str, folder: Path, allocation: str, *overrides: str) -> Iterator[RunHandle]:
+def running(
+    store: WeightStore,
+    python: str,
+    folder: Path,
+    allocation: str,
+    *overrides: str,
+    env: dict[str, str] | None = None,
+) -> Iterator[RunHandle]:
     with launch(
         make_tiny_run(folder / "tiny", num_prompts=4000),
         f"allocation={allocation}",
@@ -34,6 +41,7 @@ def running(store: WeightStore, python: str, folder: Path, allocation: str, *ove
         "weights.verify_logprobs=true",
         "weights.keep=1000",
         *overrides,
+        env=env,
     ) as run:
         yield run
 
@@ -49,8 +57,9 @@ def test_every_trained_token_is_of_the_version_that_it_names(
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.parametrize("mode", ["abort", "finish"])
 def test_every_trained_token_is_of_the_adapter_that_it_names(
-    vllm_store: WeightStore, vllm_python: str, tmp_path: Path
+    vllm_store: WeightStore, vllm_python: str, tmp_path: Path, mode: str
 ) -> None:
     """peft computes the logprobs again, with each version's adapter on the base."""
     with running(
@@ -61,6 +70,7 @@ def test_every_trained_token_is_of_the_adapter_that_it_names(
         "train.lora.rank=4",
         "train.optimizer.lr=0.02",
         "manager.max_head_offpolicyness=2",
+        f"generation.interrupt={mode}",
         "train.max_steps=8",
     ) as run:
         assert run.wait(2 * START_LIMIT_S) == 0, run.output()
@@ -96,25 +106,47 @@ def test_deltas_are_written_in_full(vllm_store: WeightStore, vllm_python: str, t
         assert_nothing_left(run.run_dir)
 
 
-def test_a_killed_vllm_is_started_again_with_the_newest_weights(
+def test_a_run_outlives_vllm_killed_and_its_server_killed_in_an_update(
     vllm_store: WeightStore, vllm_python: str, tmp_path: Path
 ) -> None:
-    with running(vllm_store, vllm_python, tmp_path, "vllm.d1+d1", "train.max_steps=12") as run:
-        run.wait_for_step(3, START_LIMIT_S)
-        servers = [process for process in processes_of(run.run_dir) if "vllm.entrypoints.cli.main" in process.cmdline()]
-        psutil.Process(servers[0].pid).send_signal(signal.SIGKILL)
-        assert run.wait(3 * START_LIMIT_S) == 0, run.output()
-        assert len(train_steps(run.run_dir)) == 12
+    """vLLM starts again with the newest weights, and none outlives the server that owns it."""
+    fault = tmp_path / "fault"
+    with running(
+        vllm_store,
+        vllm_python,
+        tmp_path,
+        "vllm.d1+d1",
+        "train.max_steps=14",
+        env=die_in_update(fault, server=0, version=8),
+    ) as run:
+
+        def servers() -> list[psutil.Process]:
+            return [one for one in processes_of(run.run_dir) if "vllm.entrypoints.cli.main" in one.cmdline()]
+
+        run.wait_for_step(3, 2 * START_LIMIT_S)
+        servers()[0].send_signal(signal.SIGKILL)
+        run.wait_until(lambda: has_struck(fault), "an update to version 8 had begun", START_LIMIT_S)
+        run.wait_for_step(12, 2 * START_LIMIT_S)
+        assert len(servers()) == 1
+        assert run.wait(START_LIMIT_S) == 0, run.output()
+        assert len(train_steps(run.run_dir)) == 14
         assert largest_logprob_error(run.run_dir) < 1e-4
         assert audit(run.run_dir).problems == []
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_a_server_that_shares_a_device_is_stopped_for_each_turn(
-    vllm_store: WeightStore, vllm_python: str, tmp_path: Path
+    vllm_store: WeightStore, vllm_python: str, tmp_path: Path, mode: str
 ) -> None:
     with running(
-        vllm_store, vllm_python, tmp_path, "vllm.d1@0+d1@0", "train.max_steps=2", "manager.max_head_offpolicyness=0"
+        vllm_store,
+        vllm_python,
+        tmp_path,
+        "vllm.d1@0+d1@0",
+        "train.max_steps=2",
+        "manager.max_head_offpolicyness=0",
+        f"generation.interrupt={mode}",
     ) as run:
         assert run.wait(3 * START_LIMIT_S) == 0, run.output()
         told = (run.run_dir / "logs" / "attempt_1" / "generation_server_0.log").read_text()
