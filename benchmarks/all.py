@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "request_reply_curve": ("request_reply.py", "--curve"),
     "manager": ("manager.py",),
     "weights": ("weights.py",),
+    "weights_adapter": ("weights.py", "--adapter"),
     "shares": ("shares.py",),
     "redistribute": ("redistribute.py",),
     "train_step": ("train_step.py",),

@@ -2,6 +2,7 @@
 
     python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--receivers 1 4 16] [--hosts 1 3 7] [--hosts-mb 256]
                                  [--folder DIR] [--write-baseline]
+    python benchmarks/weights.py --adapter       # a version of an adapter beside a full one
 
 asyncrl: from the call that writes a version (shards, checksums, fsync, rename) until the server serves it. The gserver manager
 verifies the version and has the generation server load and echo it. Manager and server are real, in their own processes; the
@@ -18,6 +19,9 @@ time between two steps of a computation in the trainer's process meanwhile.
 hosts: one version of hosts-mb to this many hosts without the run's folder: processes with folders of their own, over loopback. The
 ratio is the time until the last one has it, over one plain copy of the files through a socket. source_copies: how often the source
 has sent the version. On loopback all hosts share the cores, so the ratio grows with their number; source_copies does not.
+
+adapter: with train.lora.rank=16 on a base of that size a version is an adapter; beside it a full version of the same model, which a
+second manager and server serve. `value` is then the adapter's seconds at the largest size.
 
 `value` is asyncrl's seconds per GB at the largest size, over the disk. `phases` splits them: write (trainer), verify (manager),
 load (server: verify again, copy into the model, echo), rest (messages between them).
@@ -70,6 +74,7 @@ SIDES = ("asyncrl", *DELTAS, "copy_fsync", "broadcast", "raw_gloo")
 PHASES = ("write", "verify", "load", "rest")
 _START_LIMIT_S = 120.0
 _PUBLISH_LIMIT_S = 120.0
+_RANK = 16  # of adapters
 _FROZEN_LIMIT_S = 30.0  # the default of weights.broadcast_timeout_s
 _POLL_S = 0.001
 _SCRATCH_BYTES = 1 << 24
@@ -78,10 +83,10 @@ _SCRATCH_BYTES = 1 << 24
 # ------------------------------------------------------------------------------------------------------ parts: manager, server
 
 
-def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: int = 0) -> None:
-    """A generation server with the transformers engine, configured as by the launcher."""
+def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: int = 0, rank: int = 0) -> None:
+    """A generation server with the transformers engine, configured as by the launcher. rank: of adapters; 0: versions are full."""
     from asyncrl.config.processes import GenerationServerConfig
-    from asyncrl.config.schema import GenerationConfig
+    from asyncrl.config.schema import GenerationConfig, LoraConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.protocol.versions import WeightVersion
     from tests.support.memory_names import memory_system, open_names
@@ -95,6 +100,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: i
             tokenizer_path=model,
             generation=GenerationConfig(num_blocks=64, dtype=dtype),
             torch_threads=1,
+            lora=LoraConfig(rank=rank) if rank else None,
         ),
         memory_system(),
     )
@@ -261,9 +267,16 @@ class Trainer:
 class Publisher:
     """The trainer's side at one size, with a manager and a server that wait for versions."""
 
-    def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child) -> None:
-        self._folder, self._model, self._trainer, self._manager = folder, model, trainer, manager
-        self._tensors, self._buckets = snapshot_of(model, trainer)
+    def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child, rank: int = 0) -> None:
+        """rank: of adapters; 0: versions are full."""
+        from asyncrl.weights.versions import side_files
+
+        self._folder, self._trainer, self._manager = folder, trainer, manager
+        if rank:
+            self._tensors, self._sides = adapter_of(model, rank)
+        else:
+            self._tensors, self._buckets = snapshot_of(model, trainer)
+            self._sides = side_files(model)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
         self._version = 0
         self._manifest: Any = None  # of the latest version on disk
@@ -298,7 +311,6 @@ class Publisher:
             commit_version,
             prune_versions,
             role_dir,
-            side_files,
             version_dir,
             write_part,
         )
@@ -309,9 +321,7 @@ class Publisher:
         changes = DeltaForm().encode(old, tensors) if old is not None else None
         others = {DeltaForm().file_name(0): changes} if changes is not None else None
         files = write_part(path, tensors.items() if changes is None else (), others=others)
-        self._manifest = commit_version(
-            path, files, sides=side_files(self._model), version=version, base=self._manifest
-        )
+        self._manifest = commit_version(path, files, sides=self._sides, version=version, base=self._manifest)
         written = time.monotonic()
         self._manager.send(version=version.version, in_memory=False)
         told = self._manager.receive(_PUBLISH_LIMIT_S)
@@ -394,6 +404,21 @@ def snapshot_of(model: Path, trainer: Trainer) -> tuple[list[tuple[str, Any]], l
 
     tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
     return tensors, pack(((name, tensor, tensor.dtype) for name, tensor in tensors), trainer.bucket_bytes)
+
+
+def adapter_of(model: Path, rank: int) -> tuple[list[tuple[str, Any]], dict[str, bytes]]:
+    """The tensors of an adapter of this model, and its side file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.architectures.adapters import add_adapters
+    from asyncrl.config.schema import LoraConfig
+    from asyncrl.weights.adapter import ABOUT, about
+
+    lora = LoraConfig(rank=rank)
+    adapters = add_adapters(AutoModelForCausalLM.from_pretrained(model), lora, str(model))
+    tensors = [(adapters.names[name], torch.randn(shape)) for name, shape in adapters.shapes.items()]
+    return tensors, {ABOUT: about(lora, str(model), adapters.layers)}
 
 
 class Receivers:
@@ -561,20 +586,54 @@ def make_model(folder: Path, size_mb: int, dtype: str) -> None:
 
 
 @contextlib.contextmanager
-def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[Publisher]:
-    """All processes for one size, ready to serve versions."""
+def publisher(args: argparse.Namespace, folder: Path, size_mb: int, rank: int = 0) -> Iterator[Publisher]:
+    """All processes for one size, ready to serve versions. rank: of adapters; 0: versions are full."""
     model = folder / "model"
     make_model(model, size_mb, args.dtype)
     common = {"folder": str(folder), "model": str(model), "dtype": args.dtype}
-    with children(__file__, "server", **common) as (server,):
+    with children(__file__, "server", rank=rank, **common) as (server,):
         url = server.receive(_START_LIMIT_S)["url"]
         trainer = Trainer()
         with children(__file__, "manager", folder=str(folder), server=url, sender=trainer.url) as (manager,):
             manager.receive(_START_LIMIT_S)
-            side = Publisher(folder, model, trainer, manager)
-            with side.raw_receiver():
-                yield side
+            yield Publisher(folder, model, trainer, manager, rank)
         trainer.close()
+
+
+def measure_adapters(args: argparse.Namespace, folder: str) -> None:
+    """Versions of an adapter beside full versions, of the same models."""
+    cases: dict[str, dict[str, float]] = {}
+    ratio, spread = {}, 0.0
+    for size_mb in args.sizes:
+        case, root = f"{size_mb}MB", Path(folder) / str(size_mb)
+        with publisher(args, root / "full", size_mb) as full, publisher(args, root / "adapter", size_mb, _RANK) as own:
+            rounds = alternate(
+                args,
+                {
+                    "full": lambda full=full: {"s": full.with_warm_pages(full.asyncrl)},
+                    "adapter": lambda own=own: {"s": own.with_warm_pages(own.asyncrl)},
+                },
+            )
+            bytes_of = {name: side.written_bytes["asyncrl"] for name, side in (("full", full), ("adapter", own))}
+            over = bytes_of["adapter"] / own.num_bytes
+        shutil.rmtree(root)
+        ratio[case], spread = rounds.ratio("adapter", "full", "s"), rounds.spread("adapter", "s")
+        cases[case] = {f"{name}_s": round(rounds.median(name, "s"), 4) for name in bytes_of}
+        cases[case] |= {f"{name}_bytes": size for name, size in bytes_of.items()}
+        cases[case]["bytes_per_byte_of_matrices"] = round(over, 4)
+    columns = list(next(iter(cases.values())))
+    table(args, "versions", ["", *columns], [[case, *one.values()] for case, one in cases.items()])
+    value = cases[f"{args.sizes[-1]}MB"]["adapter_s"]
+    finish(
+        args,
+        name="weights",
+        variant="adapter",
+        value=value,
+        unit="s",
+        ratio={"full": ratio},
+        spread=spread,
+        cases=cases,
+    )
 
 
 def main() -> None:
@@ -587,12 +646,17 @@ def main() -> None:
     options.add_argument("--receivers", type=int, nargs="+", default=list(RECEIVERS), help="numbers of servers")
     options.add_argument("--hosts", type=int, nargs="+", default=list(HOSTS), help="numbers of hosts that fetch")
     options.add_argument("--hosts-mb", type=int, default=256, help="MB of the version that hosts fetch")
+    options.add_argument("--adapter", action="store_true", help="measure versions of an adapter beside full ones only")
     args = options.parse_args()
+    if args.adapter:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            measure_adapters(args, folder)
+        return
     found: dict[int, tuple[Rounds, Publisher]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for size_mb in args.sizes:
             say(args, f"{size_mb} MB of {args.dtype} in {folder}")
-            with publisher(args, Path(folder) / str(size_mb), size_mb) as side:
+            with publisher(args, Path(folder) / str(size_mb), size_mb) as side, side.raw_receiver():
                 sides: dict[str, Callable[[], Numbers]] = {
                     "asyncrl": lambda side=side: {"s": side.with_warm_pages(side.asyncrl)},
                     # Right after a full version: after a broadcast the server would load the whole chain

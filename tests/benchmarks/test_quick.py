@@ -22,6 +22,7 @@ UNITS = {
     "request_reply_curve": "us",
     "manager": "requests/s",
     "weights": "s/GB",
+    "weights_adapter": "s",
     "redistribute": "bytes/token",
     "train_step": "tokens/s",
     "logprobs": "MB",
@@ -107,6 +108,12 @@ def check_weights(result: dict[str, Any]) -> None:
     assert 1.9 < result["hosts"]["3"]["source_copies"] < 2.1
 
 
+def check_weights_adapter(result: dict[str, Any]) -> None:
+    (case,) = result["cases"].values()
+    assert case["adapter_bytes"] < case["full_bytes"] / 4
+    assert case["bytes_per_byte_of_matrices"] < 1.05
+
+
 def check_train_step(result: dict[str, Any]) -> None:
     assert result["ratio"].keys() == result["memory_ratio"].keys() == {"padded"} | set(result["ratio"])
 
@@ -127,6 +134,7 @@ SPECIFIC = {
     "logprobs": check_logprobs,
     "manager": check_manager,
     "weights": check_weights,
+    "weights_adapter": check_weights_adapter,
     "train_step": check_train_step,
     "generation": check_generation,
 }
