@@ -98,6 +98,7 @@ ENGINES = {
         memory_share=0.92,
         rank_bytes=2 << 30,  # measured, front end included, rounded up
         settings=("server_args",),
+        keeps_versions=True,
         grid_limit="has no pipeline stages",
         routes_limit="vLLM returns experts only with Triton and a prefix cache, which was not compared with the trainer",
         network_limit="vLLM's own transfer of weights needs GPUs, on which it has not been run with asyncrl",

@@ -361,8 +361,7 @@ def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Con
         (
             generation.interrupt == "finish" and not traits.keeps_versions,
             "generation.interrupt",
-            f"the engine {allocation.engine} computes with one version at a time; use the embedded engine "
-            "(allocation=transformers...) for finish, or abort",
+            f"the engine {allocation.engine} computes with one version at a time; use transformers or vllm for finish, or abort",
         ),
         (
             generation.interrupt == "in_place" and bool(config.weights.verify_logprobs) and not traits.scores_in_place,

@@ -139,7 +139,13 @@ class VLLMEngines(ProgramEngines):
     def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.vllm import VLLMEngine, own_server
 
-        server = own_server(self._config.generation, self._config.model_path, lora=self._config.lora, **self._place)
+        server = own_server(
+            self._config.generation,
+            self._config.model_path,
+            lora=self._config.lora,
+            num_versions=self._config.num_versions,
+            **self._place,
+        )
         return VLLMEngine(arguments, server, self._writer())
 
 

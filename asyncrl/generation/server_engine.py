@@ -297,7 +297,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
     def _begin(self, pending: GrowingResponse) -> None:
         assert self._version is not None
         pending.sent()
-        self._in_background(self._run(pending, self._version), pending.key)
+        self._in_background(self._run(pending, pending.version or self._version), pending.key)
 
     async def _run(self, pending: GrowingResponse, version: WeightVersion) -> None:
         """Run one request at the server from start to end.
@@ -315,7 +315,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
                 async for piece in pieces:
                     self._take(pending, piece)
                     if piece.meta_info.finish_reason is not None:
-                        pending.label(piece, version, self._version)
+                        pending.label(piece, version, version if self.keeps_versions else self._version)
                         self._take_routes(pending, piece)
                         finish = piece.meta_info.finish_reason.as_ours()
             if finish is None:
@@ -333,7 +333,7 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
         new = pending.take(piece)
         self._num["tokens"] += new
         if new and self._on_tokens is not None:
-            self._on_tokens(new, str(self._version))
+            self._on_tokens(new, str(pending.version if self.keeps_versions else self._version))
 
     def _take_routes(self, pending: GrowingResponse, last: Piece) -> None:
         """Take the experts of the response's tokens, if the program returns them. Raises ServerError."""
@@ -474,7 +474,8 @@ class ServerEngine(GenerationEngine[GrowingResponse], Generic[C]):
         began = self._clock.monotonic()
         try:
             await self._client.load(str(path), str(version), limit_s=self._config.load_limit_s)
-            if not self._held and not await self.flushed(UPDATE_FLUSH_TRIES):
+            # With several versions, requests may begin at any moment: each load gives its prefixes a name of their own
+            if not (self._held or self.keeps_versions) and not await self.flushed(UPDATE_FLUSH_TRIES):
                 raise ServerError("it did not flush its prefix cache: it reports running requests")
             served = await self._client.served_version(limit_s=ASK_LIMIT_S)
         except ServerError as error:

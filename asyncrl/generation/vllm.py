@@ -8,8 +8,8 @@ everything is paused. Each request has its version as the salt of its prefixes, 
 newer one, and its scores have salts of their own.
 
 With train.lora vLLM keeps the base, and each version is an adapter under its own name, which every request names: that name is the
-label of the request's tokens. The adapter before is unloaded, so a request that names it is refused. vLLM is silent about tensors
-of an adapter that it does not use, so the logprob check stays on.
+label of the request's tokens. The adapter before is unloaded, so a request that names it is refused; with interrupt=finish the
+newest ones stay. vLLM is silent about tensors of an adapter that it does not use, so the logprob check stays on.
 
 Logprobs are those of vLLM's processed logits: after temperature, and also after top-p and top-k, which would renormalise them.
 Sampling with a filter is therefore refused. So are guessed tokens, whose logprobs vLLM 0.32 reports wrongly.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ from asyncrl.generation.server_process import (
 )
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.generation import SamplingParams, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.weights.fetch import WeightFetcher
@@ -72,15 +74,18 @@ def own_server(
     log: Path,
     gpus: Sequence[str] = (),
     lora: LoraConfig | None = None,
+    num_versions: int = 1,
     clock: Clock = SYSTEM_CLOCK,
 ) -> ServerProcess:
     """Make a server for this model without starting it. It runs on the GPUs that this process may use, or on the CPU.
 
-    gpus: those that the launcher gave this process. lora: versions are adapters.
+    gpus: those that the launcher gave this process. lora: versions are adapters. num_versions: that it keeps.
     """
     python = str(Path(config.python or sys.executable).expanduser().absolute())
     on_gpu = bool(gpus or visible_devices())
-    arguments = server_arguments(config, model_path, tensor=tensor, seed=seed, on_gpu=on_gpu, lora=lora)
+    arguments = server_arguments(
+        config, model_path, tensor=tensor, seed=seed, on_gpu=on_gpu, lora=lora, num_versions=num_versions
+    )
     return ServerProcess(
         VLLM,
         python=python,
@@ -95,7 +100,14 @@ def own_server(
 
 
 def server_arguments(
-    config: GenerationConfig, model_path: str, *, tensor: int, seed: int, on_gpu: bool, lora: LoraConfig | None = None
+    config: GenerationConfig,
+    model_path: str,
+    *,
+    tensor: int,
+    seed: int,
+    on_gpu: bool,
+    lora: LoraConfig | None = None,
+    num_versions: int = 1,
 ) -> list[str]:
     """The arguments of vllm's command line. generation.server_args override them.
 
@@ -126,8 +138,12 @@ def server_arguments(
     if not config.prefix_sharing or config.interrupt == "in_place":
         arguments["no-enable-prefix-caching"] = "true"
     if lora is not None:
-        rank = ENGINES["vllm"].adapter_rank(lora.rank)
-        arguments |= {"enable-lora": "true", "max-lora-rank": str(rank), "max-loras": "1"}
+        traits = ENGINES["vllm"]
+        rank, slots = traits.adapter_rank(lora.rank), traits.adapter_slots(num_versions)
+        arguments |= {"enable-lora": "true", "max-lora-rank": str(rank), "max-loras": str(slots)}
+        if num_versions > 1:
+            # Beside all requests the logprob check decodes two samples of the newest version and one of each other, and scores one
+            arguments["max-num-seqs"] = str(config.max_running_requests + num_versions + 2)
     return ["serve", model_path, *options(arguments, config.server_args)]
 
 
@@ -317,6 +333,16 @@ class AdapterClient(VLLMClient):
 
     not_changed: ClassVar = {"expected target modules": ErrorClass.PERMANENT}
 
+    def __init__(self, url: str, api_key: str = "", *, keeps: bool = False) -> None:
+        """keeps: `load` leaves the other adapters loaded, for `unload`."""
+        super().__init__(url, api_key)
+        self._keeps, self._load_id = keeps, ""
+
+    def wanted(self, params: SamplingParams, stop_token_ids: list[int], version: str) -> dict[str, Any]:
+        """An adapter may be loaded again under its name, with other tensors, and no flush is possible while others run. So the salt
+        names the last load, too."""
+        return super().wanted(params, stop_token_ids, version) | {"cache_salt": f"{version}-{self._load_id}"}
+
     async def generate(
         self, rid: str, input_ids: list[int], wanted: dict[str, Any], *, idle_limit_s: float
     ) -> AsyncGenerator[Piece, None]:
@@ -328,13 +354,14 @@ class AdapterClient(VLLMClient):
                 yield replace(piece, meta_info=replace(piece.meta_info, weight_versions=[span]))
 
     async def load(self, path: str, version: str, *, limit_s: float) -> None:
-        """Load an adapter under its version's name, and unload the others. An adapter of this name is unloaded first, because vLLM
-        would refuse the name."""
+        """Load an adapter under its version's name, and unload the others unless they are kept. An adapter of this name is unloaded
+        first, because vLLM would refuse the name."""
         loaded = {model.id for model in (await self._models(limit_s))[1:]}
         if version in loaded:
             await self.unload(version, limit_s=limit_s)
         await self._post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": path}, limit_s)
-        for name in loaded - {version}:
+        self._load_id = uuid.uuid4().hex
+        for name in loaded - {version} if not self._keeps else ():
             await self.unload(name, limit_s=limit_s)
 
     async def unload(self, version: str, *, limit_s: float) -> None:
@@ -382,8 +409,9 @@ class VLLMEngine(ServerEngine[VLLMClient]):
     program = "vLLM"
 
     def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
-        client = VLLMClient if arguments.lora is None else AdapterClient
-        super().__init__(arguments, server, client("", server.api_key), local)
+        keeps = arguments.num_versions > 1
+        client = VLLMClient("", server.api_key) if arguments.lora is None else AdapterClient("", keeps=keeps)
+        super().__init__(arguments, server, client, local)
 
     async def _ask_settings(self) -> None:
         try:
@@ -391,6 +419,18 @@ class VLLMEngine(ServerEngine[VLLMClient]):
         except ServerError as error:
             raise ConfigError(f"{self._client.url} does not answer like vLLM {VLLM_PROGRAM.tested}: {error}") from error
         self._max_prompt = self._max_length = min(self._limits.max_length, most - SPARE_POSITIONS)
+
+    async def _load(self, path: Path, version: WeightVersion) -> None:
+        """With several versions the served one is not loaded again: meanwhile its requests would name no adapter."""
+        if not (self.keeps_versions and version == self._version):
+            await super()._load(path, version)
+
+    async def _unload(self, version: WeightVersion) -> None:
+        assert isinstance(self._client, AdapterClient)
+        try:
+            await self._client.unload(str(version), limit_s=self._config.load_limit_s)
+        except ServerError as error:
+            raise self.fail(f"vLLM did not unload {version}: {error}") from error
 
     def _check(self, request: EngineRequest) -> None:
         params = request.params

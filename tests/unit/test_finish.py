@@ -37,10 +37,17 @@ def test_full_weights_cannot_finish() -> None:
         validate(replace(CONFIG, train=TrainConfig()))
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_engines_that_compute_with_one_version_cannot_finish(engine: str) -> None:
-    with pytest.raises(ConfigError, match=f"the engine {engine} computes with one version at a time"):
-        validate(replace(CONFIG, allocation=f"{engine}.d1+d1"))
+def test_an_engine_that_computes_with_one_version_cannot_finish() -> None:
+    with pytest.raises(
+        ConfigError, match="the engine sglang computes with one version at a time; use transformers or vllm"
+    ):
+        validate(replace(CONFIG, allocation="sglang.d1+d1"))
+
+
+def test_vllm_can_finish_on_servers_of_one_rank() -> None:
+    validate(replace(CONFIG, allocation="vllm.d1+d1"))
+    with pytest.raises(ConfigError, match=r"tensor ranks of the engine vllm is not proven with train\.lora"):
+        validate(replace(CONFIG, allocation="vllm.d1m2+d1"))
 
 
 def test_servers_that_share_devices_have_nothing_to_finish() -> None:

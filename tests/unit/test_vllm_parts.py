@@ -70,6 +70,16 @@ def test_adapters_have_room_and_their_endpoints(model_path: Path) -> None:
 
     assert arguments(LoraConfig(rank=9)).endswith("--enable-lora --max-lora-rank 16 --max-loras 1")
     assert "lora" not in arguments(None)
+    kept = server_arguments(
+        GenerationConfig(max_running_requests=10),
+        str(model_path),
+        tensor=1,
+        seed=1,
+        on_gpu=True,
+        lora=LoraConfig(rank=9),
+        num_versions=4,
+    )
+    assert (kept[kept.index("--max-loras") + 1], kept[kept.index("--max-num-seqs") + 1]) == ("5", "16")
     for adapters in (False, True):
         environment = server_environment({}, python="/python", tmp="/t", on_gpu=True, adapters=adapters)
         assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment) == adapters

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.checks import VerifiedLoads
-from asyncrl.generation.engine import EngineRequest, EngineUnavailable, WeightsRefused
+from asyncrl.generation.engine import EngineFailed, EngineRequest, EngineUnavailable, WeightsRefused
 from asyncrl.generation.server_client import ServerError
 from asyncrl.generation.vllm import AdapterClient, VLLMClient, VLLMEngine, own_server
 from asyncrl.protocol.generation import SamplingParams
@@ -28,6 +28,7 @@ from tests.support.server_load import close_to, make_prompt, respond, within
 from tests.support.weight_store import V0, V1, V2, V3
 
 LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)  # still runs when a delayed test acts
+LONGER = SamplingParams(max_new_tokens=1000, ignore_eos=True)  # outlasts three loads
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -48,7 +49,10 @@ def server(
 ) -> Iterator[ServerInThread]:
     log = tmp_path_factory.mktemp("vllm") / "adapters.log"
     started = ServerInThread(
-        lambda: own_server(vllm_config, str(store.model_path), tensor=1, seed=1, log=log, lora=store.lora), VLLMClient
+        lambda: own_server(
+            vllm_config, str(store.model_path), tensor=1, seed=1, log=log, lora=store.lora, num_versions=3
+        ),
+        VLLMClient,
     )
     yield started
     started.stop()
@@ -92,6 +96,33 @@ async def test_each_token_is_of_the_adapter_that_it_names(
         # An adapter that is gone is not taken for another one
         with pytest.raises(ServerError, match=f"The model `{V2}` does not exist"):
             await engine.score(text, V2)
+
+
+@pytest.mark.release
+async def test_requests_finish_under_the_adapter_with_which_they_began(
+    server: ServerInThread, store: AdapterStore, vllm_config: GenerationConfig
+) -> None:
+    """Requests of three versions run at once. A load of a fourth one ends those of the oldest, with their tokens so far."""
+    changes = {"interrupt": "finish", "max_running_requests": 6}
+    async with attached(server, store, vllm_config, num_versions=3, **changes) as (engine, counter):
+        loads, asked = checked(engine), []
+        await within(loads.load(store.path(V0), V0))
+        for version in (V0, V1, V2, V3):
+            if version != V0:
+                assert await engine.pause("finish") == len(asked)
+                await within(loads.load(store.path(version), version))
+            for number in range(2):
+                prompt = [1, 2, 3 + number]
+                asked.append((version, prompt, engine.submit(EngineRequest(f"{version}-{number}", prompt, LONGER))))
+            if version == V2:
+                await counter.reaches(counter.count + 600)
+                assert engine.older_versions_in_use == [V0, V1]
+        assert await adapters_of(engine) == [str(version) for version in (V1, V2, V3)]
+        for version, prompt, future in asked:
+            result = await within(future)
+            assert (result.finish.type == "abort") == (version == V0)
+            assert [span.version for span in result.spans] == [str(version)]
+            store.assert_versions_are_exact(prompt, result)
 
 
 # ------------------------------------------------------------------------------------------------------------ planted faults
@@ -182,3 +213,65 @@ async def test_a_fault_on_the_way_of_an_adapter_is_noticed_before_a_token_leaves
         assert engine.stats().version == ""
     with pytest.raises(EngineUnavailable):
         await within(waiting)
+
+
+def unloaded_too_early(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """The older adapter is gone while a request runs under it."""
+    real = AdapterClient.load
+
+    async def load(self: AdapterClient, path: str, version: str, *, limit_s: float) -> None:
+        await real(self, path, version, limit_s=limit_s)
+        await self.unload(str(V0), limit_s=limit_s)
+
+    patch.setattr(AdapterClient, "load", load)
+
+
+def new_name(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Requests of the older adapter name the new one."""
+    patch.setattr(AdapterClient, "_model", lambda self, version: {"model": str(V1)})
+
+
+def under_the_old_name_too(patch: pytest.MonkeyPatch, _: Path) -> None:
+    real = AdapterClient.load
+
+    async def load(self: AdapterClient, path: str, version: str, *, limit_s: float) -> None:
+        await real(self, path, str(V0), limit_s=limit_s)
+        await real(self, path, version, limit_s=limit_s)
+
+    patch.setattr(AdapterClient, "load", load)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (unloaded_too_early, f"The model `{V0}` does not exist"),
+        (new_name, f"reports tokens of version .{V1}"),
+        (under_the_old_name_too, f"weights {V0} were loaded, but the server's logprobs of the check's text are not"),
+    ],
+)
+async def test_a_fault_beside_a_request_of_an_older_adapter_is_noticed(
+    server: ServerInThread,
+    store: AdapterStore,
+    vllm_config: GenerationConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: Callable[[pytest.MonkeyPatch, Path], None],
+    message: str,
+) -> None:
+    async with attached(server, store, vllm_config, num_versions=3, interrupt="finish") as (engine, counter):
+        loads = checked(engine)
+        await within(loads.load(store.path(V0), V0))
+        old = engine.submit(EngineRequest("old", [1, 2, 3], LONGER))
+        await counter.reaches(counter.count + 20)
+        fault(monkeypatch, tmp_path)
+        with pytest.raises(WeightsRefused, match=message):
+            await within(loads.load(store.path(V1), V1))
+        assert engine.stats().version == ""
+        if fault is unloaded_too_early:  # the engine has failed
+            with pytest.raises(EngineFailed, match=message):
+                await within(old)
+            return
+        result = await within(old)
+        assert result.finish.type == "abort"
+        store.assert_versions_are_exact([1, 2, 3], result)
