@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,12 +14,14 @@ import psutil
 import pytest
 from msgspec.structs import asdict
 
+from asyncrl.cli.page import saved_page
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample, summary_of
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.process import python_module
 from asyncrl.testing.runs import RunHandle, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_char_tokenizer
@@ -106,6 +108,61 @@ async def fits(browser: Browser) -> bool:
     return bool(await browser.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
+async def walk(browser: Browser) -> None:
+    """Every view by its key, at both widths: it has content, and is no wider than its window."""
+    for width in (1280, 400):
+        await browser.resize(width, 900)
+        for number, view in enumerate(("learning", "time", "processes", "trajectories", "advice"), 1):
+            await browser.press(str(number))
+            await browser.wait_for("document.querySelector('main').innerText.length > 10")
+            assert await browser.evaluate("document.querySelector('[aria-selected=true]').textContent") == view
+            assert await fits(browser), (width, view)
+
+
+def broken_run(run_dir: Path) -> Path:
+    """Files that were cut, or that are something else."""
+    (run_dir / "journal").mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "time": 1000}\nbroken\n{"step": 2, "rew')
+    (run_dir / "journal" / "master.jsonl").write_bytes(b"\x00\xff not JSON\n")
+    for name in ("run.json", "summary.json", "config.yaml"):
+        (run_dir / name).write_text("{")
+    return run_dir
+
+
+def long_run(run_dir: Path) -> Path:
+    steps = [
+        {"step": number, "attempt": 1, "time": 1e9 + 10 * number, "reward/mean": number / 2000, "time/step_s": 10.0}
+        for number in range(1, 2001)
+    ]
+    lines(run_dir / "metrics.jsonl", *steps)
+    lines(run_dir / "journal" / "master.jsonl", {"event": "begun", "attempt": 1, "from": None, "time": 1e9})
+    return run_dir
+
+
+@pytest.mark.parametrize("make", [planted_run, broken_run, long_run])
+async def test_every_view_of_a_finished_a_broken_and_a_long_run(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    with page_of(make(tmp_path / "runs" / "t0")) as url:
+        async with open_browser(url, tmp_path / "profile") as browser:
+            await browser.wait_for("document.querySelectorAll('.uplot').length > 0")
+            await walk(browser)
+            assert not [message for message in browser.messages if "exceptionThrown" in message]
+
+
+async def test_one_file_shows_its_views_without_a_server(tmp_path: Path) -> None:
+    run_dir, file = planted_run(tmp_path / "runs" / "t0"), tmp_path / "page.html"
+    file.write_text(saved_page({"t0": run_dir}, SYSTEM_CLOCK), encoding="utf-8")
+    async with open_browser(file.as_uri(), tmp_path / "profile") as browser:
+        for key, ready in (
+            ("1", "document.querySelectorAll('.uplot').length > 2"),
+            ("2", "document.querySelector('#events')"),
+        ):
+            await browser.press(key)
+            await browser.wait_for(ready)
+            assert PLANTED in await browser.evaluate("document.body.innerText")
+            assert await browser.evaluate("typeof planted === 'undefined'")
+        assert browser.messages == []
+
+
 async def test_planted_html_stays_text_in_every_view(tmp_path: Path) -> None:
     runs = [planted_run(tmp_path / "runs" / name) for name in ("<b>one<img src=x onerror=planted=1>", "two")]
     with page_of(*runs) as url:
@@ -166,6 +223,7 @@ async def test_a_page_that_is_frozen_and_killed_changes_nothing_for_its_run(tmp_
             await browser.press("3")
             await browser.wait_for("document.querySelectorAll('#processes tr').length > 5")
             assert "master/0" in await browser.evaluate("document.querySelector('#processes').innerText")
+            await walk(browser)
         page.send_signal(signal.SIGSTOP)
         step = train_steps(run.run_dir)[-1]["step"]
         run.wait_for_step(step + 5, START_S)

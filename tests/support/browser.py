@@ -110,7 +110,7 @@ async def open_browser(url: str, profile: Path) -> AsyncIterator[Browser]:
                 for _ in range(100):
                     with contextlib.suppress(RuntimeError):  # the page changes while it is asked
                         if await browser.evaluate(
-                            "document.readyState === 'complete' && location.protocol === 'http:'"
+                            "document.readyState === 'complete' && location.protocol !== 'about:'"
                         ):
                             break
                     await asyncio.sleep(0.1)
