@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import cast
 
 from asyncrl.cli.run_files import Run, Tenths
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
@@ -53,8 +54,8 @@ class Workload:
 
     def step_s(self, servers: int, trainers: int) -> float:
         """The mean time of the later half of the steps."""
-        times = [step["time"] for step in self.run(servers, trainers).steps]  # type: ignore[arg-type]
-        return float((times[-1] - times[STEPS // 2]) / (STEPS - 1 - STEPS // 2))
+        times = [cast(float, step["time"]) for step in self.run(servers, trainers).steps]
+        return (times[-1] - times[STEPS // 2]) / (STEPS - 1 - STEPS // 2)
 
 
 def _answer(slots: list[float], tokens: Counter[int], now: float, length: int, rate: float) -> float:
