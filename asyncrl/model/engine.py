@@ -39,6 +39,7 @@ from asyncrl.architectures.attention import backbone_name, backbone_of, read_att
 from asyncrl.architectures.states import why_states_stay
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import KEEP_ATTENTION, ConfigError, OptimizerConfig, TrainConfig
+from asyncrl.config.sharing import is_worth_sharing, may_share
 from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import (
@@ -92,7 +93,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUT_NAMES = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}
 _HEAD_CHECK_TOKENS = 4
 _NUM_ROUTED = "num_routed_tokens"  # those of which the statistics of routes are sums
-LEAST_SHARED = 0.05  # share of a batch's tokens, from which share_prefix=auto shares them
 
 
 class TrainEngine:
@@ -146,7 +146,8 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
-        self.shares_prefixes = train.share_prefix != "off" and train.compile != "on"
+        has_routes = train.routes != "off" and model.name.partition("@")[0] == ACTOR
+        self.shares_prefixes = may_share(train, has_routes=has_routes)
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         self.adapters: Adapters | None = None
@@ -158,10 +159,9 @@ class TrainEngine:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh, weights)
         # The routers of an actor that has routes in its data
         self.routes: RouteReplay | None = None
-        if train.routes != "off" and model.name.partition("@")[0] == ACTOR:
+        if has_routes:
             replays = train.routes == "replay"
             self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays, context=self.context)
-            self.shares_prefixes = False  # the engine may have chosen other experts for each copy of a token
             size = self.routes.layout.bytes_per_token
             logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
         if self.adapters is not None and self.untrained:
@@ -417,7 +417,7 @@ class TrainEngine:
             return plan_micro_batches(lengths, budget, costs=costs, min_count=least, prefixes=prefixes)
 
         plan = planned(min_count)
-        if prefixes and self.train.share_prefix == "auto" and _num_shared(plan) < LEAST_SHARED * sum(lengths):
+        if prefixes and not is_worth_sharing(self.train, _num_shared(plan), sum(lengths)):
             prefixes = []
             plan = planned(min_count)
         count = self._largest(len(plan))

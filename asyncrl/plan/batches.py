@@ -6,7 +6,8 @@ micro-batch, they are that micro-batch. Otherwise micro-batches are full: they h
 sequence of each being shorter.
 
 With train.share_prefix the sequences of a group share their prompt in a micro-batch, and differ from their first response token on.
-A group that a full micro-batch has no room for is divided, and each part has the prompt.
+A group that a full micro-batch has no room for is divided, and each part has the prompt. `auto` counts as the engine decides it
+with such a batch.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import math
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.sharing import is_worth_sharing, may_share
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import minibatches_of
+from asyncrl.protocol.names import ACTOR
 
 PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
 
@@ -80,6 +83,14 @@ def shared_tokens(config: ExperimentConfig) -> int:
 
 def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     """config: resolved (config/resolve.py)."""
+    has_routes = config.train.routes != "off" and mfc.role == ACTOR
+    prefix = shared_tokens(config) if may_share(config.train, has_routes=has_routes) else 0
+    load = _load(config, mfc, grid, prefix)
+    return load if is_worth_sharing(config.train, sum(load.copies), sum(load.lengths)) else _load(config, mfc, grid, 0)
+
+
+def _load(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid, prefix: int) -> Load:
+    """prefix: tokens that the sequences of a group share; 0: none."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step":
@@ -88,7 +99,6 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     length = sequence_tokens(config, config.rollout.sampling.max_new_tokens)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / grid.num_replicas)
     lengths = [length] * num_sequences
-    prefix = shared_tokens(config) if train.share_prefix == "on" else 0
     group = config.rollout.group_size if prefix else 1
     counts = _groups(num_sequences, group)
     if train.ptx is not None and mfc.name == TRAIN_MFC:

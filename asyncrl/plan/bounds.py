@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.sharing import is_worth_sharing, may_share
 from asyncrl.dataflow.axes import PEERS, ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.plan.batches import load_of, prompt_tokens, sequence_tokens, shared_tokens
@@ -49,7 +50,7 @@ class TimeBound(msgspec.Struct, frozen=True):
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """What train.share_prefix=on saves in a train step, or would save, if micro-batches divide no group."""
+    """What train.share_prefix saves in a train step, or would save, if micro-batches divide no group."""
 
     is_on: bool
     prompt_tokens: int
@@ -133,7 +134,8 @@ def _shares_of_full_length(config: ExperimentConfig, shape: ModelShape, response
 def _group(config: ExperimentConfig, shape: ModelShape, response: int) -> tuple[float, int]:
     """Forward FLOPs and tokens of a group whose responses have so many tokens."""
     length, size = sequence_tokens(config, response), config.rollout.group_size
-    flops, tokens = _saved_by_sharing(config, shape) if config.train.share_prefix == "on" else (0.0, 0)
+    saved = _saved_by_sharing(config, shape)
+    flops, tokens = saved if _shares(config, saved[1], size * length) else (0.0, 0)
     return shape.forward_flops(size * length, length) - flops, size * length - tokens
 
 
@@ -144,6 +146,12 @@ def _saved_by_sharing(config: ExperimentConfig, shape: ModelShape) -> tuple[floa
     return shape.forward_flops(tokens, prefix) if tokens else 0.0, tokens
 
 
+def _shares(config: ExperimentConfig, copies: int, tokens: int) -> bool:
+    """Whether the actor shares the copies among so many tokens."""
+    train = config.train
+    return may_share(train, has_routes=train.routes != "off") and is_worth_sharing(train, copies, tokens)
+
+
 def sharing_of(config: ExperimentConfig, shape: ModelShape, response: int) -> Sharing | None:
     """None: no sequences have a prompt in common. response: tokens of the mean response; 0: all have the maximum."""
     flops, tokens = _saved_by_sharing(config, shape)
@@ -152,7 +160,7 @@ def sharing_of(config: ExperimentConfig, shape: ModelShape, response: int) -> Sh
     length = sequence_tokens(config, response or config.rollout.sampling.max_new_tokens)
     size = config.rollout.group_size
     whole = shape.forward_flops(size * length, length)
-    is_on = config.train.share_prefix == "on"
+    is_on = _shares(config, tokens, size * length)
     return Sharing(is_on, shared_tokens(config), size, tokens / (size * length), flops / whole)
 
 

@@ -65,9 +65,7 @@ def count_shard(task: ShardTask, num_layers: int = 0) -> ShardCounts:
     world = FakeWorld(task.device_type, num_layers)
     grid = ModelPlacement.of(task.model).grid
     mesh = world.mesh(grid, task.stage) if grid.size > 1 else None
-    # What a batch shares is known when it is there; off is the upper bound
-    train = replace(task.train, share_prefix="off") if task.train.share_prefix == "auto" else task.train
-    engine = PlannedEngine(world, task.model, train, mesh)
+    engine = PlannedEngine(world, task.model, task.train, mesh)
     memory = world.tracker.memory
     gc.collect()
     counts = ShardCounts(load_peak=memory.peak, loaded=memory.total, exported=_export_bytes(engine))
@@ -356,11 +354,11 @@ def _interface(mfc: MFCDef, train: TrainConfig, minibatches: int) -> Interface:
 
 def sample_of(load: Load, times: int, minibatches: int, keys: Sequence[str]) -> SequenceSample:
     """A sample with one group for each minibatch, of `times` as many sequences as the load has. Every token but the first of a
-    sequence is trained and has a gradient. Sequences begin with the same tokens if they share a prefix in the load."""
+    sequence is trained and has a gradient. Sequences begin with the same tokens only if they share a prefix in the load."""
     groups = [{key: _values(key, load.lengths * times) for key in keys} for _ in range(minibatches)]
     for group in groups:
         ids, number = group["packed_input_ids"], 0
-        for of_prefix, count in enumerate(load.counts * times):
+        for of_prefix, count in enumerate((load.counts or [1] * len(load.lengths)) * times):
             for sequence in ids[number : number + count]:
                 sequence[: load.prefix], sequence[load.prefix :] = of_prefix, number
                 number += 1

@@ -66,7 +66,8 @@ def test_the_quickstart_is_planned_without_weights(planned):
 
 def test_the_layouts_of_two_gpus_are_planned_and_those_that_fit_come_first(planned):
     code, report = planned(
-        "--gpu", "toy", "--gpus", "2", "mode=train_only", "replay.path=recordings", "eval.prompts=null"
+        *("--gpu", "toy", "--gpus", "2", "mode=train_only", "replay.path=recordings", "eval.prompts=null"),
+        "train.share_prefix=off",
     )
     found = [(layout.allocation.partition("+")[2], layout.planned, layout.fits) for layout in report.layouts]
     assert (code, found) == (
@@ -83,7 +84,8 @@ def test_the_layouts_of_two_gpus_are_planned_and_those_that_fit_come_first(plann
 
 @pytest.mark.release
 def test_a_remedy_fits_when_it_is_planned(planned):
-    small = ("--gpu", "tiny", "allocation=transformers.d1+d1", "train.gradient_checkpointing=true")
+    run = ("allocation=transformers.d1+d1", "train.gradient_checkpointing=true", "train.share_prefix=off")
+    small = ("--gpu", "tiny", *run)
     code, report = planned(*small, "train.max_tokens_per_mb=4096")
     assert (code, report.fits) == (1, False)
     remedy = report.remedies[0]

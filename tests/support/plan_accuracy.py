@@ -76,7 +76,6 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
     grid = ParallelGrid.parse(case.grid)
     train = TrainConfig(
         max_tokens_per_mb=sum(case.lengths) - case.prefix * (len(case.lengths) - len(case.counts)),
-        share_prefix="on" if case.prefix else "off",
         gradient_checkpointing=case.checkpointing,
         ppo=PPOConfig(kl_coef=0.1, advantage_norm="batch", temperature=1.0),
         critic=CriticConfig(),

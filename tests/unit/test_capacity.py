@@ -157,8 +157,9 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load(file):
-    """Return a function that returns the config with overrides. It reads the file once, because that takes long."""
-    config = load_experiment(file)
+    """Return a function that returns the config with overrides. It reads the file once, because that takes long. Prompts are not
+    shared unless a test says so."""
+    config = changed(load_experiment(file), [("train.share_prefix", "off")])
 
     def changed_by(*overrides):
         pairs = [override.partition("=")[::2] for override in overrides]
@@ -444,14 +445,20 @@ def test_a_shared_prompt_saves_tokens_and_flops(load, model, group, prompt, resp
     assert (sharing.is_on, sharing.tokens) == (True, copies / whole)
     saved = shape.forward_flops(copies, prompt)
     assert sharing.flops == pytest.approx(saved / shape.forward_flops(whole, prompt + response))
+    auto = load(f"rollout.group_size={group}", lengths, "train.share_prefix='auto'")
+    assert sharing_of(auto, shape, 0) == sharing
     off = load(f"rollout.group_size={group}", lengths)
     assert sharing_of(off, shape, 0) == msgspec.structs.replace(sharing, is_on=False)
     assert sharing_of(off, shape, response // 2).tokens == copies / (group * (prompt + response // 2))
     assert sharing_of(load("rollout.group_size=1", "train.algorithm=ppo"), shape, 0) is None
 
 
-def test_a_mean_response_shortens_what_is_behind_a_shared_prompt(load):
-    shape, config = ModelShape.from_config(QWEN_7B), load("train.share_prefix='on'", "train.max_tokens_per_mb=6000")
+@pytest.mark.parametrize("share", ["auto", "on"])
+def test_a_mean_response_shortens_what_is_behind_a_shared_prompt(load, share):
+    shape, config = (
+        ModelShape.from_config(QWEN_7B),
+        load(f"train.share_prefix={share!r}", "train.max_tokens_per_mb=6000"),
+    )
     ranks = [replace_steps(rank(parameters=1), [step(10**15, **{"data all_gather": 10**8})])]
     full, short = (plan_run(config, TOY, lambda config: ranks, mean_response=mean) for mean in (0, 256))
     group = {response: shape.forward_flops(8 * (512 + response), 512 + response) for response in (256, 1024)}
@@ -462,11 +469,12 @@ def test_a_mean_response_shortens_what_is_behind_a_shared_prompt(load):
     assert short.sharing.flops > full.sharing.flops
 
 
-def test_an_estimate_counts_a_shared_prompt_once(load):
+@pytest.mark.parametrize("share", ["auto", "on"])
+def test_an_estimate_counts_a_shared_prompt_once(load, share):
     """A rank has 32 sequences. A micro-batch has room for a group in 512 + 8 * 1024 tokens and seven sequences of another one, so
     there are three micro-batches."""
     shape = ModelShape.from_config(QWEN_7B)
-    (ranks,) = estimate_ranks(load("train.share_prefix='on'"))
+    (ranks,) = estimate_ranks(load(f"train.share_prefix={share!r}"))
     (inference,) = [step for step in ranks.steps if step.mfc == "actor_inf"]
     tokens, copies = 3 * 15 * 1536, 3 * 13 * 512
     assert (inference.tokens, inference.shared) == (tokens, copies)
@@ -829,7 +837,13 @@ def of_30b_a3b(tmp_path, load, *settings):
     return resolve(load_experiment(tmp_path / "run.yaml", [*OFFLINE, *settings]), Facts(on_gpu=True))
 
 
-OFFLINE = ("mode=train_only", "replay.path=recordings", "eval.prompts=null", "train.gradient_checkpointing=true")
+OFFLINE = (
+    "mode=train_only",
+    "replay.path=recordings",
+    "eval.prompts=null",
+    "train.gradient_checkpointing=true",
+    "train.share_prefix=off",
+)
 
 
 def test_the_layouts_of_30b_a3b_on_8_gpus(tmp_path, load):

@@ -231,7 +231,7 @@ def config_of(**train) -> ExperimentConfig:
     ],
 )
 def test_a_batch_is_spread_over_ranks_and_minibatches(train, grid, expected):
-    config = config_of(**train)
+    config = config_of(**train, share_prefix="off")
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
     assert load_of(config, mfc, ParallelGrid.parse(grid)) == expected
 
@@ -259,6 +259,26 @@ def test_a_group_has_its_prompt_once_in_a_micro_batch(most, grid, expected, toke
     assert load == expected
     assert load.row_tokens == tokens
     assert load.tokens - load.shared == load.repeats * tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt", "copies"),
+    [
+        ({}, 512, [512] * 3),
+        ({"share_prefix": "off"}, 512, []),
+        ({"compile": "on"}, 512, []),
+        ({"routes": "replay"}, 512, []),
+        # Three of 4 * (1000 + prompt) tokens are less than 5 %, or not
+        ({}, 71, []),
+        ({}, 72, [72] * 3),
+        ({"share_prefix": "on"}, 71, [71] * 3),
+    ],
+)
+def test_auto_counts_a_prompt_once_where_the_run_shares_it(changes, prompt, copies):
+    config = config_of(**{"batch_size": 4, "dtype": "bfloat16"} | changes)
+    config = replace(config, prompts=replace(config.prompts, max_prompt_length=prompt))
+    (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
+    assert load_of(config, mfc, ParallelGrid.parse("d2")).copies == copies
 
 
 def test_sequences_of_a_planned_group_share_their_prompt_and_no_more():

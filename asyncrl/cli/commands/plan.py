@@ -158,10 +158,10 @@ def _print_plan(plan: RunPlan, report: PlanReport, console: Console, *, assumed:
             f"{gib(split.peak)} on the fullest GPU",
         )
     if (sharing := plan.sharing) is not None:
-        saves = "saves" if sharing.is_on else "would save"
+        saves = "train.share_prefix saves" if sharing.is_on else "train.share_prefix=on would save"
         _say(
             console,
-            f"train.share_prefix=on {saves} {sharing.tokens:.0%} of the tokens and {sharing.flops:.0%} of the FLOPs of "
+            f"{saves} {sharing.tokens:.0%} of the tokens and {sharing.flops:.0%} of the FLOPs of "
             f"training: groups of {sharing.group_size} compute prompts of {sharing.prompt_tokens} tokens once",
         )
     if plan.ranks:
