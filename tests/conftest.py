@@ -61,7 +61,7 @@ LONG_FILES = {
         "test_plot.py",
         "test_scripts.py",
         "test_site.py",
-        "test_wandb_writer.py",
+        "test_trackers.py",
     ),
 }
 LAUNCHERS = pytest.StashKey()  # of ForkedLaunchers

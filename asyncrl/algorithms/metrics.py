@@ -1,6 +1,6 @@
 """The metrics that commands show, and how those of the policy loss are computed. No torch at import: commands read the table, too.
 
-A metric has one name in metrics.jsonl, TensorBoard, W&B and `asyncrl-launch plot --metric`. A row of METRICS adds a metric of the
+A metric has one name in metrics.jsonl, TensorBoard, trackers and `plot --metric`. A row of METRICS adds a metric of the
 trained tokens: the function `of`, and the curve that `asyncrl-launch plot` draws. Metrics without `of` come from elsewhere:
 rewards, lengths, ages and times from master/report.py, statistics of a batch's groups from model/interfaces.py (`batch_stats`),
 statistics that decide something from the code that decides.

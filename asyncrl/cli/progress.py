@@ -27,6 +27,7 @@ from asyncrl.cli.evaluation_table import evaluation_table
 from asyncrl.cli.run_files import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
+from asyncrl.config.schema import TRACKERS
 from asyncrl.data.auto_classes import auto_class_of
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
@@ -551,8 +552,7 @@ def _summary_rows(summary: Mapping[str, Any], advice: Sequence[str]) -> list[tup
             ),
             *_age_rows(summary.get("offpolicyness")),
         ]
-    if "wandb" in summary:
-        rows.append(("W&B", str(summary["wandb"])))
+    rows += [(label, str(summary[name])) for name, label in TRACKERS.items() if name in summary]
     if skipped := summary.get("skipped_steps"):
         rows.append(
             ("skipped", f"{skipped} optimizer steps whose loss or gradient was not finite (see examples/bad_batch)")

@@ -14,6 +14,7 @@ from asyncrl.config.schema import (
     GenerationConfig,
     LoraConfig,
     ManagerConfig,
+    MlflowConfig,
     NameResolveConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -23,6 +24,7 @@ from asyncrl.config.schema import (
     RolloutConfig,
     RuntimeConfig,
     SamplingConfig,
+    TrackioConfig,
     TrainConfig,
     WandbConfig,
     WeightsConfig,
@@ -125,6 +127,8 @@ class MasterWorkerConfig:
     max_rejected_share: float
     tensorboard: bool
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     tasks: list[str] = field(default_factory=list)  # names of rollout.tasks, by task id
     mode: str = "async"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -800,6 +800,38 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class TrackioConfig:
+    """trackio, in addition to TensorBoard (extra `trackio`): curves in a browser, without an account."""
+
+    # enabled: into the database of TRACKIO_DIR, for `trackio show`
+    mode: str = choice("disabled", "disabled", "enabled")
+    project: str = ""  # "": the experiment's name
+    group: str = ""  # group of the run in trackio; "": none
+    space: str = ""  # a Space of Hugging Face, such as user/curves, that gets the data instead; "": none
+    finish_timeout_s: float = limited(30.0, above=0)  # limit for sending the remaining data at the end of the run
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow, in addition to TensorBoard (extra `mlflow`). Keys are in MLflow's own variables, such as MLFLOW_TRACKING_TOKEN."""
+
+    mode: str = choice("disabled", "disabled", "enabled")  # enabled: a run with its metrics and config
+    # Address of the tracking server, such as http://127.0.0.1:5000; "": that of MLFLOW_TRACKING_URI. A database, such as
+    # sqlite:////path/mlflow.db, needs the whole package mlflow: the extra is mlflow-skinny
+    uri: str = ""
+    project: str = ""  # MLflow's experiment; "": the experiment's name
+    finish_timeout_s: float = limited(30.0, above=0)  # limit for sending the remaining data at the end of the run
+
+
+TrackerConfig = WandbConfig | TrackioConfig | MlflowConfig
+TRACKERS = {
+    "wandb": "W&B",
+    "trackio": "trackio",
+    "mlflow": "MLflow",
+}  # section, package and extra; what messages call it
+
+
+@dataclass(frozen=True)
 class ExperimentConfig:
     """A whole run: the fields of the YAML file and the overrides."""
 
@@ -854,6 +886,8 @@ class ExperimentConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     tensorboard: bool = True  # write TensorBoard events into <run>/tensorboard
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     trace: bool = False  # write a timeline of all processes: trace/attempt_N.json, for ui.perfetto.dev
     # Command that makes model and data; `asyncrl-launch prepare` and launcher/run_async_ppo.sh run it if something is missing
     prepare: str = ""
@@ -916,6 +950,11 @@ def model_settings(train: TrainConfig) -> dict[str, tuple[str, ModelSettings]]:
         **{name: (f"train.roles.{name}", model) for name, model in train.roles.items()},
     }
     return {role: (place, settings) for role, (place, settings) in found.items() if settings is not None}
+
+
+def trackers_of(config: object) -> dict[str, TrackerConfig]:
+    """The trackers that get the run's metrics, by name. config: the run's or the master's."""
+    return {name: tracker for name in TRACKERS if (tracker := getattr(config, name)).mode != "disabled"}
 
 
 def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from asyncrl.config.fields import Wrong, find_field, hints_of
 from asyncrl.config.limits import rule_of
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import TRACKERS, ConfigError, ExperimentConfig
 
 _REMOVED = {  # fields of earlier releases, with the remedy
     "name_resolve.backend": "names are always in etcd: leave this field out; the launcher starts a private etcd unless "
@@ -22,7 +22,12 @@ _REMOVED = {  # fields of earlier releases, with the remedy
     "name_resolve.poll_s": "names are not kept in files any more: leave this field out",
 }
 _MEANT: dict[type, dict[str, str]] = {  # by section: the field that one value in its place probably means
-    str: {"eval": "prompts.path", "train.ptx": "texts.path", "rollout.tasks": "default.reward", "wandb": "project"},
+    str: {
+        "eval": "prompts.path",
+        "train.ptx": "texts.path",
+        "rollout.tasks": "default.reward",
+        **dict.fromkeys(TRACKERS, "project"),
+    },
     int: {
         "train": "batch_size",
         "rollout": "group_size",
@@ -42,6 +47,8 @@ _SWITCHED = {  # the same for true and false
     "checkpoint": ("every_s=600", "every_s=0"),
     "eval": ("prompts.path=FILE", "prompts=null"),
     "wandb": ("mode=online", "mode=disabled"),
+    "trackio": ("mode=enabled", "mode=disabled"),
+    "mlflow": ("mode=enabled", "mode=disabled"),
 }
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "one value"}
 _INTERPOLATION = "${"  # in a value that OmegaConf looks up

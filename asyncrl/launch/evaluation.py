@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from asyncrl.config.modes import EVAL_ONLY
 from asyncrl.config.schema import (
+    TRACKERS,
     ExperimentConfig,
     RecordConfig,
     ReplayConfig,
@@ -50,7 +51,7 @@ def to_evaluate(config: ExperimentConfig) -> ExperimentConfig:
         record=RecordConfig(),
         replay=ReplayConfig(),
         tensorboard=False,
-        wandb=replace(config.wandb, mode="disabled"),
+        **{name: replace(getattr(config, name), mode="disabled") for name in TRACKERS},
     )
 
 

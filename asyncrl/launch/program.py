@@ -249,6 +249,8 @@ class _Run:
             max_rejected_share=manager.max_rejected_share,
             tensorboard=config.tensorboard,
             wandb=config.wandb,
+            trackio=config.trackio,
+            mlflow=config.mlflow,
             tasks=sorted(config.rollout.tasks),
             mode=config.mode,
             checkpoint=config.checkpoint if writes_checkpoints(config) else NO_CHECKPOINTS,

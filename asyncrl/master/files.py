@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import EvalSetConfig
+from asyncrl.config.schema import EvalSetConfig, trackers_of
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.evaluation_files import PromptResult, write_results
 from asyncrl.data.prompts import PromptSource
@@ -20,7 +20,8 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.disk import write_file
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.ticket_key import read_key
-from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.runtime.trackers import open_trackers
+from asyncrl.runtime.trackers.tracker import TrackedRun, Tracker
 from asyncrl.weights.checkpoints import DataIdentity, MasterState, prune, read_state
 from asyncrl.weights.versions import prune_versions, role_dir
 
@@ -58,15 +59,14 @@ class MasterFiles:
     def journal(self) -> JsonLinesWriter:
         return JsonLinesWriter(self._run_dir / "journal" / "master.jsonl")
 
-    def wandb(self) -> WandbWriter | None:
-        config, info = self._config.wandb, self._info
-        if config.mode == "disabled":
-            return None
-        return WandbWriter(config, self._run_dir, experiment=info.experiment, trial=info.trial, attempt=info.attempt)
+    def trackers(self) -> dict[str, Tracker]:
+        info = self._info
+        run = TrackedRun(self._run_dir, experiment=info.experiment, trial=info.trial, attempt=info.attempt)
+        return open_trackers(trackers_of(self._config), run)
 
-    def metrics(self, wandb: WandbWriter | None) -> MetricsWriter:
+    def metrics(self, trackers: Mapping[str, Tracker]) -> MetricsWriter:
         return MetricsWriter(
-            self._run_dir, attempt=self._info.attempt, tensorboard=self._config.tensorboard, wandb=wandb
+            self._run_dir, attempt=self._info.attempt, tensorboard=self._config.tensorboard, trackers=trackers
         )
 
     def generation_idle_share(self, began: float, ended: float) -> float | None:

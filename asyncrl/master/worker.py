@@ -10,7 +10,7 @@ request-reply. The heads report every trajectory to it through the meta stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from asyncrl.master.trainer import Trainer
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.system import System
-from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
+from asyncrl.runtime.trackers.tracker import Tracker
 from asyncrl.runtime.worker import Worker
 from asyncrl.streams.push_pull import MetaPuller
 from asyncrl.streams.request_reply import NameResolvingRequestClient
@@ -54,8 +54,8 @@ class MasterWorker(Worker):
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config, info, files, clock = self.config, self.info, self._files, self.system.clock
         mode = mode_of(config.mode)
-        wandb = files.wandb()
-        metrics = files.metrics(wandb)
+        trackers = files.trackers()
+        metrics = files.metrics(trackers)
         opened.callback(metrics.close)
         journal = files.journal()
         opened.callback(journal.close)
@@ -105,7 +105,7 @@ class MasterWorker(Worker):
             await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` causes at once
         ended = clock.time()
         await trainer.finish()
-        await self._write_summary(books, wandb, began, ended)
+        await self._write_summary(books, trackers, began, ended)
         await directory.publish(self.names.experiment_status(), "COMPLETE")
 
     async def _open_intake(
@@ -242,12 +242,11 @@ class MasterWorker(Worker):
             if event.kind == "put" and event.value == str(self.info.attempt):
                 leaving.set()
 
-    async def _write_summary(self, books: Books, wandb: WandbWriter | None, began: float, ended: float) -> None:
+    async def _write_summary(self, books: Books, trackers: Mapping[str, Tracker], began: float, ended: float) -> None:
         """Write summary.json. began, ended: start and end of training, in seconds since the epoch."""
         summary = books.summarize(self.system.clock.time(), self._files.generation_idle_share(began, ended))
-        if wandb is not None:
-            limit_s = self.config.wandb.finish_timeout_s + SLACK_S
-            async with self.board.waiting("the last metrics to be sent", on="W&B", limit_s=limit_s):
-                summary["wandb"] = await asyncio.to_thread(wandb.finish)
+        for name, tracker in trackers.items():
+            async with self.board.waiting("the last metrics to be sent", on=tracker.label, limit_s=tracker.limit_s):
+                summary[name] = await asyncio.to_thread(tracker.finish)
         books.note("ended", step=books.step, done=books.progress.num_done, of=books.progress.num_total)
         self._files.write_summary(summary)

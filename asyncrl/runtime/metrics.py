@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl (one object per line, read by `asyncrl-launch plot`), TensorBoard events and W&B."""
+"""Writes metrics to metrics.jsonl (one object per line, read by `asyncrl-launch plot`), TensorBoard events and trackers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import msgspec
 
 from asyncrl.protocol.errors import DECODE_ERRORS, Failures
 from asyncrl.runtime.disk import FULL_LIMIT_S, write_when_there_is_room, writing
-from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.runtime.trackers.tracker import Tracker
 
 METRICS_FILE = "metrics.jsonl"
-_LAST_WORDS_S = 2.0  # limit for W&B to finish if the run ends early
+_LAST_WORDS_S = 2.0  # limit for each tracker to finish if the run ends early
 _NUM_BUCKETS = 30  # of a histogram
 _BLOCK_BYTES = 1 << 16
 JOURNAL_BUCKET_S = 0.1  # generation servers record their tokens in buckets of a tenth of a second
@@ -77,11 +77,13 @@ class JsonLinesWriter:
 
 
 class MetricsWriter:
-    """Writes the metrics of train steps and evaluations to metrics.jsonl and, if configured, to TensorBoard and W&B."""
+    """Writes the metrics of train steps and evaluations to metrics.jsonl and, if configured, to TensorBoard and trackers."""
 
-    def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool, wandb: WandbWriter | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, attempt: int, tensorboard: bool, trackers: Mapping[str, Tracker] = MappingProxyType({})
+    ) -> None:
         self._attempt = attempt
-        self._wandb = wandb
+        self._trackers = trackers
         self._lines = JsonLinesWriter(run_dir / METRICS_FILE)
         self._events = None
         if tensorboard:
@@ -94,18 +96,18 @@ class MetricsWriter:
         distributions: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> None:
         """metrics: by `group/name`. TensorBoard gets the numbers with a group in their name, and the distributions as histograms.
-        W&B gets all values of metrics."""
+        Trackers get all values of metrics."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}
             self._events.write(step, numbers, distributions)
-        if self._wandb is not None:
-            self._wandb.write(step, metrics)
+        for tracker in self._trackers.values():
+            tracker.write(step, metrics)
 
     def close(self) -> None:
         self._lines.close()
-        if self._wandb is not None:
-            self._wandb.finish(_LAST_WORDS_S)
+        for tracker in self._trackers.values():
+            tracker.finish(_LAST_WORDS_S)
         if self._events is not None:
             self._events.close()
 

@@ -132,11 +132,11 @@ class SimMasterFiles(MasterFiles):
     def journal(self) -> Any:
         return _Journal(Path("master.jsonl"))
 
-    def metrics(self, wandb: object) -> Any:
+    def metrics(self, trackers: object) -> Any:
         return _NoMetrics()
 
-    def wandb(self) -> None:
-        return None
+    def trackers(self) -> dict[str, Any]:
+        return {}
 
     def generation_idle_share(self, began: float, ended: float) -> None:
         return None

@@ -17,6 +17,7 @@ from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
     CRITIC,
     REF,
+    TRACKERS,
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
@@ -25,6 +26,7 @@ from asyncrl.config.schema import (
     generating_sources,
     model_settings,
     prompt_sources,
+    trackers_of,
 )
 from asyncrl.config.transports import FILES, forms_nccl_groups
 from asyncrl.config.validation import problems_of_generating_step
@@ -144,14 +146,20 @@ def _check_open_files(_: Case) -> None:
         raise ConfigError(problem)
 
 
-def _check_wandb(case: Case) -> None:
-    """Check that the package wandb is installed. A folder of that name, such as wandb itself creates, does not count."""
-    config = case.config
-    spec = importlib.util.find_spec("wandb") if config.wandb.mode != "disabled" else None
-    if config.wandb.mode != "disabled" and (spec is None or spec.origin is None):
-        raise ConfigError(
-            f"wandb.mode={config.wandb.mode!r}: the package wandb is not installed: pip install 'asyncrl[wandb]', or set "
-            "wandb.mode=disabled"
+def _check_trackers(case: Case) -> Iterator[ConfigError]:
+    """Check that their packages are installed. A folder of such a name, as wandb itself creates one, does not count."""
+    for name, tracker in trackers_of(case.config).items():
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            yield ConfigError(
+                f"{name}.mode={tracker.mode!r}: the package {name} is not installed: pip install 'asyncrl[{name}]', or set "
+                f"{name}.mode=disabled"
+            )
+    mlflow = case.config.mlflow
+    if mlflow.mode != "disabled" and not (mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+        yield ConfigError(
+            "mlflow.uri='' and MLFLOW_TRACKING_URI is not set: MLflow would choose a place of its own; set mlflow.uri, for "
+            "example to http://127.0.0.1:5000, or mlflow.mode=disabled"
         )
 
 
@@ -454,7 +462,7 @@ CHECKS = (
     Check("etcd", _check_name_resolve, reads=("name_resolve",)),
     Check("lengths", _check_length, reads=("rollout.sampling", "eval", "train.ptx"), needs=(MODEL,)),
     Check("disk space", check_room, needs=(WEIGHTS, FIELDS)),
-    Check("wandb", _check_wandb, reads=("wandb",)),
+    Check("trackers", _check_trackers, reads=tuple(TRACKERS)),
     Check(
         "the run's folder",
         lambda case: refuse_to_replace(case.config, run_directory(case.config)),
