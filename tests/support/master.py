@@ -102,7 +102,7 @@ def make_books(
 ) -> Books:
     """Books that write to the run's folder."""
     files = MasterFiles(config)
-    metrics, journal = files.metrics(None), files.journal()
+    metrics, journal = files.metrics({}), files.journal()
     opened.callback(metrics.close)
     opened.callback(journal.close)
     services = make_services(config.worker, logger="asyncrl.master", clock=clock)
