@@ -23,8 +23,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from asyncrl.data.prompts import Prompt
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rollout.chat_agent import ChatAgent, ChatReward, ChatSession
 from asyncrl.runtime.process import python_module
@@ -104,6 +106,21 @@ class OpenEnvAgent(ChatAgent):
         return str(observation[self._observation])
 
 
+class _Data(msgspec.Struct, frozen=True):
+    """Of an observation or of an error."""
+
+    observation: dict[str, Any] | None = None
+    reward: float | bool | None = None
+    done: bool = False
+    code: str = ""
+    message: str = ""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    type: str
+    data: _Data
+
+
 class _FullError(Exception):
     """The server has no place for a further session."""
 
@@ -123,18 +140,25 @@ class _Game:
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._socket.send_json({"type": what, "data": data})
-                answer = await self._socket.receive_json()
+                answer = await self._socket.receive_str()
         except TimeoutError:
             raise RolloutReleased("step_timeout", f"{what} took more than {self._limit_s:g} s") from None
         except (aiohttp.ClientError, OSError, TypeError) as error:  # TypeError: the socket is closed
             raise RolloutReleased("episode_died", f"the environment's server is gone at {what}: {error}") from None
-        found: dict[str, Any] = answer.get("data") or {}
-        if answer.get("type") == "error":
-            if found.get("code") == _FULL:
+        try:
+            said = msgspec.json.decode(answer, type=_Answer)
+        except DECODE_ERRORS as error:
+            raise RolloutReleased(
+                "episode_error", f"{what}: the answer is not of OpenEnv's protocol: {error}"
+            ) from None
+        if said.type == "error":
+            if said.data.code == _FULL:
                 raise _FullError
-            raise RolloutReleased("episode_error", f"{what}: {found.get('code')}: {found.get('message')}")
-        self.sound, self.done, self.observation = True, bool(found["done"]), dict(found["observation"])
-        return float(found["reward"] or 0.0)
+            raise RolloutReleased("episode_error", f"{what}: {said.data.code}: {said.data.message}")
+        if said.data.observation is None:
+            raise RolloutReleased("episode_error", f"{what}: the answer has no observation: {answer[:200]}")
+        self.sound, self.done, self.observation = True, said.data.done, said.data.observation
+        return float(said.data.reward or 0.0)
 
 
 class _Server:
@@ -226,9 +250,9 @@ class _Servers:
                         socket = await client.ws_connect(
                             f"{server.url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, timeout=_CLOSING
                         )
-                        opened.push_async_callback(socket.close)
                         game = _Game(socket, self._step_limit_s)
                         await game.ask("reset", reset)
+                        opened.push_async_callback(socket.close)
                         return game
                     except _FullError:
                         await socket.close()

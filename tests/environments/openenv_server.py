@@ -15,6 +15,10 @@ from typing import Any
 from aiohttp import WSMsgType, web
 
 ROUNDS = 2
+NOT_OF_THE_PROTOCOL: dict[str, Any] = {
+    "no_observation": {"type": "observation", "data": {"reward": 1.0}},
+    "no_number": {"type": "observation", "data": {"observation": {"text": "hi"}, "reward": float("nan")}},
+}
 
 
 class Shout:
@@ -66,6 +70,8 @@ async def talk(request: web.Request) -> web.WebSocketResponse:
 def answer(session: Shout, message: dict[str, Any]) -> dict[str, Any]:
     if message["type"] == "state":
         return {"type": "state", "data": {"step_count": session.turn}}
+    if session.fault in NOT_OF_THE_PROTOCOL and message["type"] == "step":
+        return NOT_OF_THE_PROTOCOL[session.fault]
     try:
         return {"type": "observation", "data": getattr(session, message["type"])(**message["data"])}
     except BaseException as error:

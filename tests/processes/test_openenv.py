@@ -110,6 +110,8 @@ async def test_a_fault_costs_its_rollout_and_its_server(
         "exit": ("episode_died", "the environment's server is gone at step"),
         "leak": ("episode_error", "MemoryError"),
         "exception": ("episode_error", "KeyError"),
+        "no_observation": ("episode_error", "the answer has no observation"),
+        "no_number": ("episode_error", "the answer is not of OpenEnv's protocol"),
     }
     for fault, (reason, told) in faults.items():
         made = agent(fault, python=python, step_limit_s=3.0, memory_bytes=1_000_000_000)
