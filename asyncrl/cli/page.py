@@ -42,9 +42,8 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import METRICS_FILE
 
 _POINTS = 500  # most points of a curve
-_FRESH_S = (
-    0.3  # an answer is given again for this long; with the page's turns a record is on the screen within a second
-)
+# An answer is given again for this long. With the page's turns a record is on the screen within a second
+_FRESH_S = 0.3
 _FRESH_PROCESSES_S = 1.0  # the same for an answer for which name resolve is asked
 _TOKENS_TENTHS = 50  # curves of the servers' tokens are made anew for each five seconds of tokens
 _MOST_ANSWERS = 32  # kept

@@ -69,7 +69,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     targets = [target for target in arguments.runs if target not in overrides]
     run_dirs = [run_dir_of(target, overrides) for target in targets or [None]]
     if arguments.html is not None and (arguments.metric or arguments.out is not None):
-        raise ConfigError("--html writes the page of the runs; leave --metric and --out away")
+        raise ConfigError("--html writes the page of the runs; remove --metric and --out")
     shown = picture(read_runs(run_dirs, is_running), arguments.metric)
     if not shown.panels and shown.runs and arguments.metric:
         raise LaunchError(f"nothing to draw: {'; '.join(shown.missing)}")
