@@ -14,8 +14,10 @@ batch.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,6 +83,9 @@ class Update:
 
     stats: dict[str, float]
     weights: dict[str, dict[str, torch.Tensor]]  # by role
+
+
+Found = Callable[[str], dict[tuple[str, str, str], Update]]
 
 
 @pytest.fixture(scope="module")
@@ -177,16 +182,16 @@ def update_here(groups: dict[str, int], paths: dict[str, Path], train: TrainConf
 
 
 @pytest.fixture(scope="module")
-def found(
-    paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str, str], Update]:
-    """The update of each cell. A trainer group of model workers for each budget computes them."""
-    updates = {}
-    for budget in BUDGETS:
+def found(paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The update of each cell of a budget. The budget's first test computes them, in a trainer group of model workers."""
+
+    @functools.cache
+    def of(budget: str) -> dict[tuple[str, str, str], Update]:
         cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
         folder = tmp_path_factory.mktemp("trainer_group")
-        updates |= asyncio.run(train_all(cells, paths, of_budget(budget, train, paths), folder))
-    return updates
+        return asyncio.run(train_all(cells, paths, of_budget(budget, train, paths), folder))
+
+    return of
 
 
 def placed_mfcs(cell: Cell, train: TrainConfig) -> list[PlacedMFC]:
@@ -243,10 +248,8 @@ async def export(
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
-def test_same_update(
-    cell: tuple[str, str, str], found: dict[tuple[str, str, str], Update], expected: dict[tuple[str, bool], Update]
-) -> None:
-    assert_same(found[cell], expected[cell[2], cell[1] == "supervised"], supervised=cell[1] == "supervised")
+def test_same_update(cell: tuple[str, str, str], found: Found, expected: dict[tuple[str, bool], Update]) -> None:
+    assert_same(found(cell[1])[cell], expected[cell[2], cell[1] == "supervised"], supervised=cell[1] == "supervised")
 
 
 def assert_same(update: Update, same: Update, *, supervised: bool = False) -> None:
