@@ -396,5 +396,5 @@ async def test_speakers_do_not_continue_each_other() -> None:
     rows = zip(sample.slices("packed_input_ids")[0], sample.slices("loss_mask")[0], strict=True)
     assert [TOKENIZER.decode(ids[mask]) for ids, mask in rows] == ["a<|im_end|>b<|im_end|>", "a<|im_end|>c<|im_end|>"]
     assert session.count_trained(leaves) == 2
-    with pytest.raises(RolloutRejected, match="the speaker 'judge' ended without an answer"):
-        session.leaves("last", "judge")
+    with pytest.raises(RolloutRejected, match="the speaker 'referee' ended without an answer"):
+        session.leaves("last", "referee")
