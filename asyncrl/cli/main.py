@@ -30,6 +30,7 @@ from asyncrl.cli.commands import (
     plot,
     prepare,
     profile,
+    rejudge,
     resume,
     run,
     scale,
@@ -69,6 +70,7 @@ _COMMANDS = (
     inspect,
     audit,
     eval,
+    rejudge,
     chaos,
     trace,
     profile,
@@ -125,6 +127,7 @@ for a closer look:
   asyncrl-launch run    CONFIG record.trajectories=true trace=true  record trajectories and a timeline
   asyncrl-launch inspect RUN                                        show a trajectory, token by token
   asyncrl-launch audit   RUN                                        check that every prompt was trained exactly once
+  asyncrl-launch rejudge RUN                                        judge its recorded responses again
   asyncrl-launch trace   RUN                                        make a timeline for ui.perfetto.dev
   asyncrl-launch profile RUN                                        record the next train steps with torch's profiler
   asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    run one process by itself

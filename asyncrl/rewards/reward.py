@@ -91,8 +91,8 @@ class Reward:
         self._abandoned: list[Future[Any]] = []
 
     @classmethod
-    def of(cls, spec: str, rollout: RolloutConfig, services: Services) -> Reward:
-        """Create a Reward with the settings of the config."""
+    def of(cls, spec: str, rollout: RolloutConfig, services: Services, output: int | None = None) -> Reward:
+        """Create a Reward with the settings of the config. output: see Judges."""
         judges = None
         if rollout.reward_isolation == "process" and sys.platform == "linux":
             judges = Judges(
@@ -101,6 +101,7 @@ class Reward:
                 most=_MAX_THREADS,
                 most_async=rollout.max_concurrent_per_worker,
                 logger=services.logger,
+                output=output,
                 clock=services.clock,
             )
         return cls(spec, timeout_s=rollout.reward_timeout_s, services=services, judges=judges)

@@ -84,7 +84,7 @@ def cases(run_dir: Path) -> list[tuple[list[str], str]]:
         ["init", "new"],
     ]
     work += [["plot", run], ["ls", "nowhere"], ["lss"], ["--version"], ["--help"], ["config", "train.nosuch"]]
-    work += [[name, run] for name in ("status", "audit", "inspect", "trace", "profile", "stop")]
+    work += [[name, run] for name in ("status", "audit", "inspect", "trace", "profile", "rejudge", "stop")]
     work += [["scale", run, "generation=2"], ["host", "127.0.0.1:1"]]
     work += [[name, missing] for name in ("run", "resume", "check", "eval", "plan", "prepare", "chaos", "debug", "ui")]
     assert {words[0] for words in work} >= set(NAMES)
