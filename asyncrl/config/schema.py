@@ -26,6 +26,7 @@ KEEP_ATTENTION = "attention"  # of train.gradient_checkpointing
 SLOW_BYTES_PER_S = 100e6  # if reading or sending weights and checking them is slower than this, there is a fault
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place", "finish")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+MOST_REPEATS = 1000  # of a line in an epoch
 _SCHEDULES = ("linear", "cosine", "constant")
 _ON_MISSING = ("wait", "continue", "stop")
 _EVAL_MODES = ("sampled", "greedy")
@@ -76,6 +77,9 @@ class PromptSourceConfig:
     answer_key: str = "answer"  # field with the answer, which the reward function receives; "": lines have no answer
     task_key: str = ""  # field that names the task of a line; "": all lines belong to one task
     default_task: str = ""  # task of lines without the field task_key; "": such a line is an error
+    # How often a task's lines are in each epoch: 2 is twice, 0.5 a half of them (at least one), drawn anew for each epoch, 0 never.
+    # A task that is not named: once
+    task_weights: dict[str, float] = field(default_factory=dict)
     chat_template: bool = False  # render prompts, and `tools` of a line, with the tokenizer's chat template
     # Variables of the template, e.g. enable_thinking: of each turn, also of the requests of a ChatAgent
     chat_template_args: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +116,13 @@ class TaskConfig:
     env: str = ruled("", _IMPORT_PATH)  # `...:Class`; "": an environment of one step that calls `reward`
     agent_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent's constructor
     env_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's constructor
+    # The following fields are those of `rollout` for this task alone; null: as there
+    success_rate_lb: float | None = None  # as rollout.success_rate_lb
+    success_rate_ub: float | None = None  # as rollout.success_rate_ub
+    reject_equal_rewards: bool | None = None  # as rollout.reject_equal_rewards
+    reward_timeout_s: float | None = limited(None, above=0)  # as rollout.reward_timeout_s
+    rollout_timeout_s: float | None = limited(None, above=0)  # as rollout.rollout_timeout_s
+    max_new_tokens: int | None = limited(None, at_least=1)  # at most rollout.sampling.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -966,6 +977,23 @@ def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:
         "train.ptx.texts": texts,
     }
     return {field: prompts for field, prompts in found.items() if prompts is not None}
+
+
+_OF_TASKS = ("success_rate_lb", "success_rate_ub", "reject_equal_rewards", "reward_timeout_s", "rollout_timeout_s")
+
+
+def rollout_of_task(rollout: RolloutConfig, name: str) -> RolloutConfig:
+    """`rollout` with the values that a task has of its own."""
+    task = rollout.tasks[name]
+    own: dict[str, Any] = {field: value for field in _OF_TASKS if (value := getattr(task, field)) is not None}
+    longest = task.max_new_tokens or rollout.sampling.max_new_tokens
+    return replace(rollout, **own, sampling=replace(rollout.sampling, max_new_tokens=longest))
+
+
+def rejects_equal_rewards(rollout: RolloutConfig) -> bool:
+    """Whether groups of any task are rejected if their rewards are equal."""
+    each = [rollout_of_task(rollout, name).reject_equal_rewards for name in rollout.tasks]
+    return any(each) if each else rollout.reject_equal_rewards
 
 
 def generating_sources(config: ExperimentConfig) -> list[tuple[str, PromptSourceConfig, str, int]]:

@@ -15,6 +15,7 @@ from asyncrl.config.fields import elements
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import (
+    MOST_REPEATS,
     ExperimentConfig,
     PPOConfig,
     RefConfig,
@@ -30,7 +31,9 @@ from asyncrl.config.schema import (
     model_settings,
     needs_whole_batch,
     prompt_sources,
+    rejects_equal_rewards,
     reward_models,
+    rollout_of_task,
 )
 from asyncrl.config.transports import FILES, transport_of
 
@@ -82,6 +85,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     yield from _bad_sampling("rollout.sampling", config.rollout.sampling)
     yield from _bad_evaluations(config)
     yield from _bad_tasks(config)
+    yield from _bad_task_weights(config)
 
 
 def problems_among(config: object, conflicts: Iterable[Conflict], path: str = "") -> Iterator[Problem]:
@@ -182,7 +186,7 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
     yield from problems_among(ppo, _of_ppo(ppo), "train.ppo.")
     name = "advantage_norm" if ppo.advantage_norm == "group" else "baseline"
     instead = "batch" if name == "advantage_norm" else "none"
-    is_alone, rejects_equal = config.rollout.group_size == 1, config.rollout.reject_equal_rewards
+    is_alone, rejects_equal = config.rollout.group_size == 1, rejects_equal_rewards(config.rollout)
     field = "train.reward_model" if train.reward_model is not None else "train.reward_models"
     yield from problems_among(
         config,
@@ -551,6 +555,18 @@ def _bad_sampling(place: str, sampling: SamplingConfig) -> Iterator[Problem]:
         yield f"{place}.top_k", sampling.top_k, "must be at least 1, or -1 for all tokens"
 
 
+def _bad_task_weights(config: ExperimentConfig) -> Iterator[Problem]:
+    for source, prompts in prompt_sources(config).items():
+        weights, place = prompts.task_weights, f"{source}.task_weights"
+        if weights and source != "prompts":
+            yield place, weights, "only prompts.task_weights has an effect: other sources are read once, line by line"
+        if weights and not prompts.shuffle:
+            yield place, weights, f"draws lines anew in each epoch; set {source}.shuffle=true, or leave the weights out"
+        for name, weight in weights.items():
+            if not 0 <= weight <= MOST_REPEATS:
+                yield f"{place}.{name}", weight, f"must be from 0 to {MOST_REPEATS}: how often a line is in an epoch"
+
+
 def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
     mode, tasks = mode_of(config.mode), config.rollout.tasks
     if not tasks and not mode.replays:
@@ -561,6 +577,22 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
             yield place, task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(tasks) > 1:
             yield place, task, f"choose another name: reward/{name} is a metric of all tasks together"
+        own, longest = rollout_of_task(config.rollout, name), config.rollout.sampling.max_new_tokens
+        if own.success_rate_lb > own.success_rate_ub and task.success_rate_lb is not None:
+            yield (
+                f"{place}.success_rate_lb",
+                task.success_rate_lb,
+                f"is above success_rate_ub={own.success_rate_ub} of the task: all groups would be rejected",
+            )
+        if own.sampling.max_new_tokens > longest:
+            yield (
+                f"{place}.max_new_tokens",
+                task.max_new_tokens,
+                f"is above rollout.sampling.max_new_tokens={longest}, for which caches and lengths are planned; raise that one",
+            )
+        if task.max_new_tokens is not None and mode.workers_generate:
+            remedy = "mode=sync samples all tasks of a batch alike; leave it out, or use mode=async"
+            yield f"{place}.max_new_tokens", task.max_new_tokens, remedy
         for kind in ("agent", "env"):
             if mode.workers_generate and (spec := getattr(task, kind)):
                 only = f"mode=sync supports only tasks of one response with a reward function: set only {place}.reward"

@@ -129,9 +129,27 @@ class PromptSource:
         if not self._rows:
             raise ValueError(f"{config.path} holds no prompts")
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        # Of each task: its lines, how often all of them are in an epoch, and how many of them once more. None: all once
+        self._parts: list[tuple[npt.NDArray[np.int64], int, int]] | None = None
+        if config.task_weights:
+            self._parts = [self._part_of(task, config.task_weights.get(task, 1.0)) for task in sorted(self.all_tasks)]
+            if not len(self):
+                raise ValueError(f"{config.path} holds no prompts of a task with a weight; see prompts.task_weights")
+
+    def _part_of(self, task: str, weight: float) -> tuple[npt.NDArray[np.int64], int, int]:
+        lines = np.array([at for at, row in enumerate(self._rows) if self._task_of(row) == task], np.int64)
+        times, share = divmod(weight, 1.0)
+        return lines, int(times), max(1, round(share * len(lines))) if share else 0
 
     def __len__(self) -> int:
         """Number of prompts per epoch."""
+        if self._parts is None:
+            return len(self._rows)
+        return sum(times * len(lines) + more for lines, times, more in self._parts)
+
+    @property
+    def num_lines(self) -> int:
+        """Number of different prompts."""
         return len(self._rows)
 
     @property
@@ -142,6 +160,8 @@ class PromptSource:
         """Hash of the raw prompts in the source's order. With the same fingerprint, seed and `shuffle`, two sources have the same
         prompt at every position."""
         digest = xxhash.xxh3_128()
+        if self.config.task_weights:
+            digest.update(msgspec.json.encode(sorted(self.config.task_weights.items())))
         for row in self._rows:
             digest.update(msgspec.json.encode(row[self.config.prompt_key]) + b"\n")
             if self.config.chat_template and row.get(TOOLS_KEY):
@@ -150,7 +170,12 @@ class PromptSource:
 
     @property
     def tasks(self) -> set[str]:
-        """Names of the tasks of all prompts."""
+        """Names of the tasks of all prompts that an epoch has."""
+        return {task for task in self.all_tasks if self.config.task_weights.get(task, 1.0) > 0}
+
+    @property
+    def all_tasks(self) -> set[str]:
+        """Names of the tasks of all lines."""
         return {self._task_of(row) for row in self._rows}
 
     def locate(self, epoch: int, position: int) -> int:
@@ -216,7 +241,7 @@ class PromptSource:
         until the deadline. A prompt that cannot be rendered is left out: the run names it."""
         sizes = [self._num_bytes(row) for row in self._rows]
         found, added = Lengths(), 0  # added: the most bytes that a template has added
-        for index in sorted(range(len(self)), key=sizes.__getitem__, reverse=True):
+        for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
             if found.longest and sizes[index] + added <= limit:  # a token is at least one byte
                 break
             if now() > deadline:
@@ -243,12 +268,22 @@ class PromptSource:
         return task
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """A permutation of the lines, drawn from (seed, epoch). Two epochs are cached, because consecutive epochs overlap."""
+        """The lines of an epoch in order, drawn from (seed, epoch). Two epochs are cached, because consecutive epochs overlap."""
         if epoch not in self._orders:
             while len(self._orders) >= 2:
                 del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self))
+            random = np.random.default_rng([self._seed, epoch])
+            self._orders[epoch] = random.permutation(len(self) if self._parts is None else self._drawn(random))
         return self._orders[epoch]
+
+    def _drawn(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        """The lines of an epoch, by task."""
+        parts = [
+            part
+            for lines, times, more in self._parts or ()
+            for part in (np.tile(lines, times), random.choice(lines, more, replace=False))
+        ]
+        return np.concatenate(parts)
 
     def _without_special_tokens(self, text: str) -> str | None:
         if self._tokenizer is None:

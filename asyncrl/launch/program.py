@@ -41,6 +41,7 @@ from asyncrl.config.schema import (
     fetches_weights,
     max_head_offpolicyness,
     num_kept_versions,
+    rejects_equal_rewards,
     with_each_set,
 )
 from asyncrl.config.transports import forms_nccl_groups
@@ -263,7 +264,7 @@ class _Run:
             leave_after=self.allocation.until,
             group_size=config.rollout.group_size,
             sampling=config.rollout.sampling,
-            reject_equal_rewards=config.rollout.reject_equal_rewards,
+            reject_equal_rewards=rejects_equal_rewards(config.rollout),
             devices_per_server=self.allocation.generation.replica_size,
         )
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.processes import ModelWorkerConfig
-from asyncrl.config.schema import ConfigError, eval_sampling, evaluation_sets
+from asyncrl.config.schema import ConfigError, eval_sampling, evaluation_sets, rollout_of_task
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
@@ -93,8 +93,9 @@ class GroupMaker:
             if chosen.prompts is not None
         }
         self._eval_sampling = {name: eval_sampling(chosen, groups.rollout) for name, chosen in sets.items()}
+        self._of_tasks = {name: rollout_of_task(groups.rollout, name) for name in groups.rollout.tasks}
         self._rewards = {
-            name: Reward.of(task.reward, groups.rollout, services) for name, task in groups.rollout.tasks.items()
+            name: Reward.of(task.reward, self._of_tasks[name], services) for name, task in groups.rollout.tasks.items()
         }
         self._task_ids = {name: task_id for task_id, name in enumerate(sorted(groups.rollout.tasks))}
         self._judging = asyncio.Semaphore(groups.rollout.max_concurrent_per_worker)
@@ -202,7 +203,9 @@ class GroupMaker:
             task_id=self._task_ids[group.prompt.task],
             birth_time=birth_time,
         )
-        if not evaluates and (objection := objection_to(sample.data["rewards"].tolist(), self._rollout)):
+        if not evaluates and (
+            objection := objection_to(sample.data["rewards"].tolist(), self._of_tasks[group.prompt.task])
+        ):
             raise RolloutRejected(objection)
         return sample
 

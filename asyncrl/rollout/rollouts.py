@@ -18,7 +18,15 @@ import msgspec
 
 from asyncrl.config.import_object import adapted, import_object
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.schema import ConfigError, EvalSetConfig, RolloutConfig, SamplingConfig, TaskConfig, eval_sampling
+from asyncrl.config.schema import (
+    ConfigError,
+    EvalSetConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TaskConfig,
+    eval_sampling,
+    rollout_of_task,
+)
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.manager import RolloutResult, Ticket
@@ -65,6 +73,7 @@ class Task:
         """sets: of evaluations, by name."""
         self.name = name
         self.task_id = task_id
+        self.rollout = rollout = rollout_of_task(rollout, name)
         self._reward = Reward.of(config.reward, rollout, services) if config.reward else None
         field = f"rollout.tasks.{name}"
         agent_class, agent_args = load_class(field, config, "agent")
@@ -96,7 +105,7 @@ class Task:
         if ticket.eval_mode:
             return self.agents[ticket.eval_set, ticket.eval_mode]
         sampling, group_size = self._train
-        longest = ticket.max_new_tokens or sampling.max_new_tokens
+        longest = min(ticket.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
         wanted = (replace(sampling, max_new_tokens=longest), ticket.group_size or group_size)
         if wanted != self._ordered[0]:
             self._ordered = wanted, self._make(*wanted)
@@ -256,7 +265,7 @@ class Rollouts:
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":
             return RolloutResult(ticket_id=ticket.ticket_id, outcome="evaluated", group=judged)
-        objections = [objection_to(rewards, self._rollout) for rewards in of_seats]
+        objections = [objection_to(rewards, task.rollout) for rewards in of_seats]
         if objection := all(objections) and objections[0]:
             return RolloutResult(ticket_id=ticket.ticket_id, outcome="rejected", reason=objection, group=summary)
         return await self._push(ticket, task, sample, summary, birth_time)
@@ -276,7 +285,7 @@ class Rollouts:
         The agent's own waits (such as an environment that hangs) end at rollout.rollout_timeout_s, or when the manager revokes the
         overdue ticket. Waits for the ends of training's turns (shared devices) do not count in this limit.
         """
-        limit_s = self.timeout_s
+        limit_s = task.rollout.rollout_timeout_s
         if len(self._left_behind) >= _MAX_LEFT_BEHIND:
             raise RolloutRejected(
                 "agent_hangs", f"{len(self._left_behind)} rollouts were cancelled and have not ended: their agents hang"

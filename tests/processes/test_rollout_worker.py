@@ -73,6 +73,14 @@ class SilentAgent(Agent):
         return []
 
 
+class LateAgent(Agent):
+    async def collect_trajectory(
+        self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        await asyncio.sleep(LIMIT_S)
+        return []
+
+
 class SeenWorker(RolloutWorker):
     """Exposes its rollouts once it has started."""
 
@@ -327,6 +335,45 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
         "ticket-1": ("stored", ""),
         "ticket-2": ("evaluated", ""),
     }
+
+
+async def test_a_task_has_filters_and_limits_of_its_own(stage: Stage) -> None:
+    hard = {"reward": f"{__name__}:reward", "success_rate_ub": 0.9, "reject_equal_rewards": True, "max_new_tokens": 4}
+    late = {"reward": f"{__name__}:reward", "agent": f"{__name__}:LateAgent", "rollout_timeout_s": 0.2}
+    tasks = {**stage.rollout.tasks, "hard": TaskConfig(**hard), "late": TaskConfig(**late)}
+    stage.rollout = replace(stage.rollout, success_rate_lb=0.05, tasks=tasks)
+    for row, change in zip(
+        stage.rows,
+        [
+            {"task": "hard", "answer": 1.0},
+            {"answer": 1.0},
+            {"task": "hard"},
+            {},
+            {"task": "hard", "answer": 0.0},
+            {"answer": 0.0},
+            {"task": "late"},
+            {"task": "hard", "answer": "differ"},
+        ],
+        strict=True,
+    ):
+        row.update(change)
+    await stage.start()
+    await stage.grant(*(stage.ticket(position) for position in range(8)))
+    outcomes = await stage.results(8)
+    await stage.end()
+    assert outcomes == {
+        "ticket-0": ("rejected", "too_easy"),
+        "ticket-1": ("stored", ""),
+        "ticket-2": ("rejected", "equal_rewards"),
+        "ticket-3": ("stored", ""),
+        "ticket-4": ("rejected", "too_hard"),
+        "ticket-5": ("rejected", "too_hard"),
+        "ticket-6": ("rejected", "rollout_timeout"),
+        "ticket-7": ("stored", ""),
+    }
+    lengths = {pulled.meta.ticket_id: pulled.meta.response_lengths for pulled in stage.pulled}
+    assert lengths["ticket-3"] == [9, 9, 9]
+    assert lengths["ticket-7"] == [4, 4, 4]
 
 
 async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,38 @@ def test_without_shuffling_the_order_is_that_of_the_file(jsonl: str) -> None:
 def test_a_locator_outside_the_epoch_is_refused(jsonl: str, locator: Locator) -> None:
     with pytest.raises(ValueError, match="an epoch has 20 prompts"):
         PromptSource(PromptSourceConfig(path=jsonl)).get(locator)
+
+
+def test_a_weight_says_how_often_a_task_is_in_each_epoch(jsonl: str) -> None:
+    config = PromptSourceConfig(path=jsonl, task_key="kind", task_weights={"even": 2.5, "odd": 0.4})
+    sources = [PromptSource(config, seed=3) for _ in range(2)]
+    epochs = [order(sources[0], epoch) for epoch in range(5)]
+    assert len(sources[0]) == 25 + 4
+    assert sources[0].tasks == {"even", "odd"}
+    halves = set()
+    for epoch in epochs:
+        counts = Counter(epoch)
+        assert sorted(counts[text] for text in TEXTS[::2]) == [2] * 5 + [3] * 5
+        assert sorted(counts[text] for text in TEXTS[1::2]) == [0] * 6 + [1] * 4
+        halves.add(tuple(text for text in TEXTS[1::2] if counts[text]))
+    assert len(halves) > 1  # drawn anew
+    assert epochs == [order(sources[1], epoch) for epoch in range(5)]
+    plain = PromptSource(PromptSourceConfig(path=jsonl, task_key="kind"), seed=3)
+    assert sources[0].fingerprint() != plain.fingerprint()
+
+
+def test_a_small_weight_draws_at_least_one_line(jsonl: str) -> None:
+    config = PromptSourceConfig(path=jsonl, task_key="kind", task_weights={"even": 0.01, "odd": 0})
+    assert len(order(PromptSource(config), 0)) == 1
+
+
+def test_a_task_of_weight_0_is_left_out(jsonl: str) -> None:
+    source = PromptSource(PromptSourceConfig(path=jsonl, task_key="kind", task_weights={"odd": 0}), seed=3)
+    assert sorted(order(source, 1)) == sorted(TEXTS[::2])
+    assert source.tasks == {"even"}
+    assert source.all_tasks == {"even", "odd"}
+    with pytest.raises(ValueError, match="holds no prompts of a task with a weight"):
+        PromptSource(PromptSourceConfig(path=jsonl, task_key="kind", task_weights={"odd": 0, "even": 0}))
 
 
 def test_a_negative_seed_is_refused(jsonl: str) -> None:

@@ -128,7 +128,7 @@ def test_the_terminal_names_the_largest_differences(made, capsys):
     ("override", "refused"),
     [
         ("seed=2", "was made from another prompt than e0-p0"),
-        ("rollout.tasks={other: {reward: 'math:sqrt'}}", "rollout.tasks.default is not in the config"),
+        ("prompts.default_task=other", "rollout.tasks.other is not in the config"),
         ("rollout.tasks.default.agent=asyncrl.rollout.agent:MultiStepAgent", "takes part in the judging"),
         ("mode=train_only replay.path=elsewhere", "trains on the responses of another run"),
     ],

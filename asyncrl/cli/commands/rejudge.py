@@ -21,7 +21,14 @@ from asyncrl.cli.run_files import RunFiles
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig, RuntimeConfig, TaskConfig
+from asyncrl.config.schema import (
+    ConfigError,
+    ExperimentConfig,
+    NameResolveConfig,
+    RuntimeConfig,
+    TaskConfig,
+    rollout_of_task,
+)
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import TrajectoryError, read_trajectory
@@ -163,9 +170,8 @@ async def _judge(config: ExperimentConfig, files: Sequence[Path]) -> list[Judged
             for group in chunk:
                 task = group.prompt.task
                 if task not in rewards:
-                    rewards[task] = Reward.of(
-                        config.rollout.tasks[task].reward, config.rollout, _services(), output=_STDERR
-                    )
+                    rollout = rollout_of_task(config.rollout, task)
+                    rewards[task] = Reward.of(rollout.tasks[task].reward, rollout, _services(), output=_STDERR)
             for found in await asyncio.gather(*(_judge_group(rewards[group.prompt.task], group) for group in chunk)):
                 judged += found
         return judged

@@ -384,6 +384,11 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
             f"not in rollout.tasks; {did_you_mean(unknown[0], config.rollout.tasks)}add them there, or use only its tasks: "
             f"{', '.join(sorted(config.rollout.tasks))}"
         )
+    if lost := sorted(prompts.task_weights.keys() - source.all_tasks):
+        raise ConfigError(
+            f"{field}.task_weights.{lost[0]}: {prompts.path} has no prompt of this task; {did_you_mean(lost[0], source.all_tasks)}"
+            f"its tasks: {', '.join(sorted(source.all_tasks))}"
+        )
     return len(source)
 
 

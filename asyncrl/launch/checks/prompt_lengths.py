@@ -41,7 +41,7 @@ def judge_prompt_lengths(
         found = source.find_longest(limit, clock.monotonic() + _TIME_S, clock.monotonic)
         if not found.num_over:
             continue
-        count = f"{'' if found.is_complete else 'at least '}{found.num_over} of {len(source)}"
+        count = f"{'' if found.is_complete else 'at least '}{found.num_over} of {source.num_lines}"
         value = (
             f"{count} prompts are too long; the longest has {'' if found.is_exact else 'at least '}{found.longest} tokens "
             f"({source.place(found.index)}), and "
@@ -56,7 +56,7 @@ def judge_prompt_lengths(
             how = "leave them out, "
             how += f"set {limiting}={fewer}, " if found.is_exact and 0 < fewer < wanted else ""
             how += "or use a model with more positions"
-        if found.num_over == len(source) and (limit == prompts.max_prompt_length or not own_agents):
+        if found.num_over == source.num_lines and (limit == prompts.max_prompt_length or not own_agents):
             yield ConfigError(f"{field}.path={prompts.path!r}: {value}; {how}")
         else:
             yield Finding(f"length of {field}", "warn", f"{value}. The run rejects these prompts", how)
