@@ -1,6 +1,7 @@
 """ChatEndpoint: the APIs of a rollout worker, so that any agent written for a client of OpenAI or Anthropic can be trained.
 
     POST /v1/chat/completions   OpenAI's chat completions; GET /v1/models
+    POST /v1/completions        OpenAI's completions
     POST /v1/responses          OpenAI's responses
     POST /v1/messages           Anthropic's messages
 
@@ -35,6 +36,7 @@ from asyncrl.rollout import openai_request
 from asyncrl.rollout.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.rollout.dialects.dialect import MODEL, Dialect, Events, Piece, Reply, event
 from asyncrl.rollout.dialects.openai_chat import OpenAIChat
+from asyncrl.rollout.dialects.openai_completions import OpenAICompletions
 from asyncrl.rollout.dialects.openai_responses import OpenAIResponses
 from asyncrl.rollout.openai_request import RequestError, chat_request, fields_of
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 8 << 20
 SPEAKER = "X-Session-ID"  # the header that verifiers sends, too
 _NO_RETRY = {"x-should-retry": "false"}  # without it openai's client retries after 409, 429 and 5xx
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages())
 IGNORABLE = openai_request.IGNORABLE.union(
     *(dialect.ignorable for dialect in DIALECTS)
 )  # what agent_args.ignore may list
@@ -144,7 +146,7 @@ class ChatEndpoint:
         try:
             fields = fields_of(await http.read(), session.rules)
             request = chat_request(dialect.chat_fields(fields, session.conversation), session.rules)
-            request = replace(request, speaker=http.headers.get(SPEAKER, ""))
+            request = replace(request, speaker=http.headers.get(SPEAKER, ""), is_text=dialect.is_text)
             if request.num_answers > 1 and not dialect.gives_several:
                 raise RequestError(f"n={request.num_answers}: {dialect.path} gives one answer; remove it", param="n")
         except RequestError as error:

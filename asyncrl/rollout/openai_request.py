@@ -68,6 +68,7 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     speaker: str = ""  # one of the session's, by the header X-Session-ID
+    is_text: bool = False  # the content of the only message is the prompt, which no chat template renders
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):

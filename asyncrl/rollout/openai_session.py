@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.data.chat import ChatTemplate, Message, TemplateRefused, message_for_template
+from asyncrl.data.chat import ChatTemplate, Message, TemplateRefused, encode, encode_prompt, message_for_template
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
-from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled, num_tokens
+from asyncrl.rollout.openai_turns import TEXT, Turn, all_turns, find_text, find_turn, num_sampled, num_tokens
 from asyncrl.rollout.tool_calls import Said
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -153,6 +153,8 @@ class Session:
         return turn
 
     def _placed(self, request: ChatRequest) -> Turn:
+        if request.is_text:
+            return self._placed_text(request.messages[0]["content"])
         setting = (request.tools, request.template_arguments)
         own = [root for root in self._roots if root.speaker == request.speaker]
         parent, covered = find_turn(own, request.messages, setting)
@@ -167,6 +169,15 @@ class Session:
             self._counts.rerendered += 1
         prompt_ids = self._template.prompt_ids(request.messages, *setting)
         return Turn(None, setting, request.messages, prompt_ids, request.speaker)
+
+    def _placed_text(self, text: str) -> Turn:
+        """The turn of a prompt without a chat template."""
+        parent, shown = find_text(self._roots, text)
+        try:
+            added = encode(self._tokenizer, text[shown:]) if parent else encode_prompt(self._tokenizer, text)
+        except ValueError as error:
+            raise self._refusal(str(error), param="prompt") from None
+        return Turn(parent, TEXT, [{"role": "user", "content": text[shown:]}], added)
 
     async def _respond(self, turn: Turn, request: ChatRequest, on_piece: Callable[[Response], None]) -> None:
         input_ids = turn.episode().input_ids

@@ -9,6 +9,8 @@ from typing import Any
 from asyncrl.data.chat import Message, same_message
 from asyncrl.rewards.trajectory import Episode, Response
 
+TEXT = ("text", None)  # the setting of turns without a chat template
+
 
 @dataclass(slots=True, eq=False)
 class Turn:
@@ -76,6 +78,23 @@ def find_turn(roots: Sequence[Turn], messages: Sequence[Message], setting: tuple
             if end + 1 > best[1] or (end + 1 == best[1] and best[0] and turn.number > best[0].number):
                 best = (turn, end + 1)
             open_turns += [(child, end + 1) for child in turn.children]
+    return best
+
+
+def find_text(roots: Sequence[Turn], text: str) -> tuple[Turn | None, int]:
+    """Return the turn of texts that this text continues, and the length of its text. Of several, the longest; of those, the one
+    answered last. A turn that ended with a token that its text does not show is not continued."""
+    best: tuple[Turn | None, int] = (None, 0)
+    open_turns = [(turn, 0) for turn in roots if turn.setting == TEXT]
+    while open_turns:
+        turn, start = open_turns.pop()
+        whole = turn.messages[0]["content"] + turn.text
+        end = start + len(whole)
+        if turn.answer is None or turn.stop_token is not None or not text.startswith(whole, start):
+            continue
+        if end > best[1] or (end == best[1] and best[0] and turn.number > best[0].number):
+            best = (turn, end)
+        open_turns += [(child, end) for child in turn.children]
     return best
 
 

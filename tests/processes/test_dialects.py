@@ -13,6 +13,7 @@ from test_openai_api import LIMIT_S, MESSAGES, TOKENIZER, Stage
 
 from asyncrl.rewards.outcome import RolloutReleased
 
+END = "<|im_end|>"
 CALL = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ANTHROPIC_TOOLS: list[Any] = [{"name": "add", "input_schema": {"type": "object"}}]
 RESPONSES_TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}]
@@ -206,3 +207,90 @@ async def test_several_answers_to_one_request_are_branches(speaker: Speaker, str
     await speaker.stage.ask([*MESSAGES, {"role": "assistant", "content": "two"}, {"role": "user", "content": "go on"}])
     assert sum("two" in sequence and "more" in sequence for sequence in speaker.sequences()) == 1
     assert len(speaker.sequences()) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
+
+
+async def completion(speaker: Speaker, prompt: Any, **fields: Any) -> Any:
+    asked = speaker.openai.completions.create(model="policy", prompt=prompt, **fields)
+    return await asyncio.wait_for(asked, LIMIT_S)
+
+
+async def test_the_turns_of_completions_are_one_sequence(speaker: Speaker) -> None:
+    """An answer that a stop string or the limit has ended is continued with its tokens, which the text alone would not give."""
+    speaker.stage.policy.say("a b STOP", " and more", None, "end$", None)
+    first = await completion(speaker, "One: ", stop="STOP", logprobs=0)
+    (choice,) = first.choices
+    assert (first.object, choice.text, choice.finish_reason) == ("text_completion", "a b ", "stop")
+    assert first.id.startswith("cmpl-")
+    tokens = choice.logprobs.tokens
+    assert "".join(tokens) == "a b STOP"
+    assert len(choice.logprobs.token_logprobs) == len(tokens) == first.usage.completion_tokens
+    assert choice.logprobs.text_offset[0] == len("One: ")
+    second = await completion(speaker, "One: a b STOP Two: ")
+    assert (second.choices[0].text, second.choices[0].finish_reason) == (" and more", "length")
+    third = await completion(speaker, ["One: a b STOP Two:  and more Three: "])
+    assert third.choices[0].text == "end"
+    (turn,) = speaker.stage.session.leaves("all")
+    episode = turn.episode()
+    assert TOKENIZER.decode(episode.input_ids) == "One: a b STOP Two:  and more Three: end" + END
+    assert [len(response.output_ids) for _, response in episode.responses] == [
+        first.usage.completion_tokens,
+        second.usage.completion_tokens,
+        third.usage.completion_tokens,
+    ]
+    assert third.usage.total_tokens == len(episode.input_ids)
+
+
+async def test_a_completion_that_ended_with_eos_is_not_continued(speaker: Speaker) -> None:
+    speaker.stage.policy.say("done$", None, "more$", None)
+    await completion(speaker, "Go: ")
+    await completion(speaker, "Go: done And: ")
+    assert speaker.sequences() == ["Go: done" + END, "Go: done And: more" + END]
+
+
+async def test_the_answers_of_a_completion_are_branches(speaker: Speaker) -> None:
+    speaker.stage.policy.say("one$", None, "two", None, "three$", None)
+    reply = await completion(speaker, "Go: ", n=2)
+    assert [choice.text for choice in reply.choices] == ["one", "two"]
+    await completion(speaker, "Go: two So: ")
+    assert sorted(speaker.sequences()) == ["Go: one" + END, "Go: two So: three" + END]
+
+
+async def test_completions_stream(speaker: Speaker) -> None:
+    speaker.stage.policy.say("a ", "b ", "c$", None)
+    stream = await completion(speaker, "Go: ", stream=True, stream_options={"include_usage": True}, logprobs=0)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "a b c"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "stop"
+    offsets = [at for chunk in chunks[:-1] if (found := chunk.choices[0].logprobs) for at in found.text_offset]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == chunks[-1].usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"temperature": 0.5}, r"this run samples with rollout.sampling.temperature=1"),
+        ({"prompt": ["a", "b"]}, r"prompt=.*: must be one text that is not empty"),
+        ({"prompt": [1, 2]}, r"prompt=.*: must be one text that is not empty"),
+        ({"prompt": ""}, r"prompt=.*: must be one text that is not empty"),
+        ({"echo": True}, r"echo=True: this field is not supported"),
+        ({"suffix": "x"}, r"suffix='x': this field is not supported"),
+        ({"best_of": 3}, r"best_of=3: this field is not supported"),
+        ({"logprobs": 1}, r"logprobs=1: only the logprobs of sampled tokens are known; use 0"),
+        ({"extra_body": {"messages": []}}, r"messages: /v1/completions has no such field"),
+        ({"seed": 1}, r"the engines have no seed per request"),
+    ],
+)
+async def test_what_completions_refuse(speaker: Speaker, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=told):
+        await completion(speaker, **{"prompt": "Go: ", **fields})
+    assert speaker.stage.policy.requests == 0
+
+
+async def test_fields_that_change_nothing_and_ignored_ones_pass(speaker: Speaker) -> None:
+    speaker.stage.policy.say("a$", None, "a$", None)
+    reply = await completion(speaker, "Go: ", echo=False, best_of=2, n=2, user="me", max_tokens=8)
+    assert len(reply.choices) == 2

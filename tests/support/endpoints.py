@@ -72,6 +72,7 @@ HTTP: dict[str, dict[str, str]] = {
     },
     "rollout_worker": {
         "POST /v1/chat/completions": "agents, by a session's id",
+        "POST /v1/completions": "agents, by a session's id",
         "POST /v1/responses": "agents, by a session's id",
         "POST /v1/messages": "agents, by a session's id",
         "GET /v1/models": "agents, by a session's id",

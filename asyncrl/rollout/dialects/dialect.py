@@ -77,6 +77,7 @@ class Dialect(ABC):
     id_prefix: str  # of the ids of its answers
     events: type[Events]
     gives_several: bool = False  # whether a request may ask for `n` answers
+    is_text: bool = False  # whether a request is one text, which no chat template renders
     ignorable: frozenset[str] = frozenset()  # fields beside those of a chat completion that agent_args.ignore may list
 
     def chat_fields(self, fields: dict[str, Any], conversation: Conversation) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ChatEvents(Events):
     def end(self, answers: Sequence[Answer]) -> bytes:
         usage = b""
         if self.reply.request.include_usage:
-            usage = event({**_head(self.reply, "chat.completion.chunk"), "choices": [], "usage": _usage(answers)})
+            usage = event({**head_of(self.reply, "chat.completion.chunk"), "choices": [], "usage": usage_of(answers)})
         return usage + b"data: [DONE]\n\n"
 
     def _delta(
@@ -41,7 +41,7 @@ class ChatEvents(Events):
             self._begun.add(index)
             delta = {"role": "assistant", "content": "", **delta}
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event({**_head(self.reply, "chat.completion.chunk"), "choices": [choice]})
+        return event({**head_of(self.reply, "chat.completion.chunk"), "choices": [choice]})
 
 
 class OpenAIChat(Dialect):
@@ -52,7 +52,7 @@ class OpenAIChat(Dialect):
 
     def body(self, reply: Reply, answers: Sequence[Answer]) -> dict[str, Any]:
         return {
-            **_head(reply, "chat.completion"),
+            **head_of(reply, "chat.completion"),
             "choices": [
                 {
                     "index": index,
@@ -64,15 +64,15 @@ class OpenAIChat(Dialect):
                 }
                 for index, answer in enumerate(answers)
             ],
-            "usage": _usage(answers),
+            "usage": usage_of(answers),
         }
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def head_of(reply: Reply, kind: str) -> dict[str, Any]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
     prompt, sampled = answers[0].num_prompt_tokens, sum(len(answer.response.output_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
