@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.schema import (
     CheckpointConfig,
     EvalConfig,
+    GateConfig,
     GenerationConfig,
     LoraConfig,
     ManagerConfig,
@@ -130,6 +131,7 @@ class MasterWorkerConfig:
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     tasks: list[str] = field(default_factory=list)  # names of rollout.tasks, by task id
+    gates: dict[str, GateConfig] = field(default_factory=dict)  # of the tasks that have one, by name
     mode: str = "async"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = ""  # checkpoint from which this attempt continues; "": it begins anew

@@ -104,6 +104,22 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class GateConfig:
+    """A curriculum: a task is closed until another task's pass rate reaches the gate. Then it stays open, also in later attempts.
+
+    The prompts of a closed task are rejected (reason `task_closed`) and come again in the next epoch.
+    """
+
+    task: str = ""  # the other task; required
+    # Mean share of passed responses over the newest `groups` trained groups of the other task
+    pass_rate: float = limited(0.8, above=0, at_most=1)
+    reward: float = 1.0  # a response passes if its reward is at least this
+    groups: int = limited(
+        64, at_least=1, at_most=1_000_000
+    )  # trained groups of the other task that count; see pass_rate
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """One kind of problem: how responses are made and judged. Task ids number the tasks in alphabetical order."""
 
@@ -116,13 +132,14 @@ class TaskConfig:
     env: str = ruled("", _IMPORT_PATH)  # `...:Class`; "": an environment of one step that calls `reward`
     agent_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent's constructor
     env_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's constructor
-    # The following fields are those of `rollout` for this task alone; null: as there
-    success_rate_lb: float | None = None  # as rollout.success_rate_lb
-    success_rate_ub: float | None = None  # as rollout.success_rate_ub
-    reject_equal_rewards: bool | None = None  # as rollout.reject_equal_rewards
-    reward_timeout_s: float | None = limited(None, above=0)  # as rollout.reward_timeout_s
-    rollout_timeout_s: float | None = limited(None, above=0)  # as rollout.rollout_timeout_s
-    max_new_tokens: int | None = limited(None, at_least=1)  # at most rollout.sampling.max_new_tokens
+    gate: GateConfig | None = None  # null: the task is open from the beginning
+    success_rate_lb: float | None = None  # of this task; null: rollout.success_rate_lb
+    success_rate_ub: float | None = None  # of this task; null: rollout.success_rate_ub
+    reject_equal_rewards: bool | None = None  # of this task; null: rollout.reject_equal_rewards
+    reward_timeout_s: float | None = limited(None, above=0)  # of this task; null: rollout.reward_timeout_s
+    rollout_timeout_s: float | None = limited(None, above=0)  # of this task; null: rollout.rollout_timeout_s
+    # Of this task; at most rollout.sampling.max_new_tokens, which null takes
+    max_new_tokens: int | None = limited(None, at_least=1)
 
 
 @dataclass(frozen=True)

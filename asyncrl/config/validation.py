@@ -14,6 +14,7 @@ from operator import attrgetter
 from asyncrl.config.fields import elements
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
     MOST_REPEATS,
     ExperimentConfig,
@@ -567,6 +568,40 @@ def _bad_task_weights(config: ExperimentConfig) -> Iterator[Problem]:
                 yield f"{place}.{name}", weight, f"must be from 0 to {MOST_REPEATS}: how often a line is in an epoch"
 
 
+def _bad_gate(config: ExperimentConfig, place: str, name: str) -> Iterator[Problem]:
+    """Problems of a task's gate: an unknown task, a circle, or a pass rate of groups that are not all counted."""
+    tasks, gate = config.rollout.tasks, config.rollout.tasks[name].gate
+    if gate is None:
+        return
+    if gate.task not in tasks:
+        yield (
+            f"{place}.gate.task",
+            gate.task,
+            f"names no task; {did_you_mean(gate.task, tasks)}tasks: {', '.join(sorted(tasks))}",
+        )
+        return
+    seen, other = [name], gate.task
+    while other in tasks and other not in seen and (before := tasks[other].gate) is not None:
+        seen, other = [*seen, other], before.task
+    if other in seen:
+        yield f"{place}.gate.task", gate.task, f"these tasks wait for each other: {', '.join(seen)}; leave one gate out"
+    own = rollout_of_task(config.rollout, gate.task)
+    if own.reject_equal_rewards or own.success_rate_ub < gate.reward:
+        which = "reject_equal_rewards" if own.reject_equal_rewards else "success_rate_ub"
+        yield (
+            f"{place}.gate.task",
+            gate.task,
+            f"{which} of that task rejects groups that have passed, so that its pass rate would not count them; set "
+            f"rollout.tasks.{gate.task}.{which}={'false' if own.reject_equal_rewards else '1e9'}",
+        )
+    if mode_of(config.mode).workers_generate:
+        yield (
+            f"{place}.gate",
+            gate,
+            "mode=sync has no tickets that name closed tasks; use mode=async, or leave the gate out",
+        )
+
+
 def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
     mode, tasks = mode_of(config.mode), config.rollout.tasks
     if not tasks and not mode.replays:
@@ -577,14 +612,14 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
             yield place, task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(tasks) > 1:
             yield place, task, f"choose another name: reward/{name} is a metric of all tasks together"
-        own, longest = rollout_of_task(config.rollout, name), config.rollout.sampling.max_new_tokens
-        if own.success_rate_lb > own.success_rate_ub and task.success_rate_lb is not None:
+        of_task, longest = rollout_of_task(config.rollout, name), config.rollout.sampling.max_new_tokens
+        if of_task.success_rate_lb > of_task.success_rate_ub and task.success_rate_lb is not None:
             yield (
                 f"{place}.success_rate_lb",
                 task.success_rate_lb,
-                f"is above success_rate_ub={own.success_rate_ub} of the task: all groups would be rejected",
+                f"is above success_rate_ub={of_task.success_rate_ub} of the task: all groups would be rejected",
             )
-        if own.sampling.max_new_tokens > longest:
+        if of_task.sampling.max_new_tokens > longest:
             yield (
                 f"{place}.max_new_tokens",
                 task.max_new_tokens,
@@ -593,6 +628,7 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
         if task.max_new_tokens is not None and mode.workers_generate:
             remedy = "mode=sync samples all tasks of a batch alike; leave it out, or use mode=async"
             yield f"{place}.max_new_tokens", task.max_new_tokens, remedy
+        yield from _bad_gate(config, place, name)
         for kind in ("agent", "env"):
             if mode.workers_generate and (spec := getattr(task, kind)):
                 only = f"mode=sync supports only tasks of one response with a reward function: set only {place}.reward"

@@ -253,6 +253,7 @@ class _Run:
             trackio=config.trackio,
             mlflow=config.mlflow,
             tasks=sorted(config.rollout.tasks),
+            gates={name: task.gate for name, task in sorted(config.rollout.tasks.items()) if task.gate is not None},
             mode=config.mode,
             checkpoint=config.checkpoint if writes_checkpoints(config) else NO_CHECKPOINTS,
             resume=self.resume,

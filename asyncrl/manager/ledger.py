@@ -171,6 +171,7 @@ class Ledger:
     def _reset(self) -> None:
         """Reset the state that belongs to one attempt of the training side."""
         self._order: Order | None = None
+        self._closed: list[str] | None = None  # tasks; None: the master has not reported yet
         self._cursor: PromptCursor | None = None  # None: the master has not reported yet which prompts are done
         self._live: dict[str, _Live] = {}
         self._by_prompt: dict[Locator, str] = {}
@@ -465,6 +466,8 @@ class Ledger:
             self.trained_version = report.trained_version
             self.revision += 1
         self._take_order(report.order)
+        # A report that was delivered late may name tasks that are open by now
+        self._closed = [name for name in report.closed if self._closed is None or name in self._closed]
         for ticket_id in report.consumed:
             self._consume(ticket_id)
         for ticket_id in report.stored:
@@ -637,6 +640,7 @@ class Ledger:
             issue=issue,
             group_size=order.group_size,
             max_new_tokens=order.max_new_tokens,
+            closed=self._closed or [],
         )
         live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens)
         self.servers.granted(server.name, live.expected_tokens)

@@ -13,12 +13,14 @@ from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalSetConfig, evaluation_sets
 from asyncrl.dataflow.evaluation import EvaluationResult
 from asyncrl.master.buffer import PromptProgress
+from asyncrl.master.curriculum import Curriculum
 from asyncrl.master.report import RunSummary, rejection_lines
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, checkpoint_period_s, ended_by
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.manager import RejectedPrompt
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
+from asyncrl.rewards.outcome import TASK_CLOSED
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import DataIdentity, MasterState
@@ -56,6 +58,7 @@ class Books:
         self.summary = RunSummary()
         self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt continues from
         self._first_details: dict[str, str] = {}  # reason -> detail of the first rejection for it
+        self.curriculum = Curriculum(config.tasks, config.gates, state.curriculum if state is not None else None)
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._started = self._clock.time()  # if continued: minus the seconds of previous attempts
@@ -137,7 +140,8 @@ class Books:
             if self.progress.is_done(rejected.locator) or is_stored(rejected.locator):
                 continue  # recorded already (a new manager repeats them), or a trajectory came after the rejection
             self.progress.mark_rejected(rejected.locator, rejected.reason)
-            self._recent_outcomes.append(False)
+            if rejected.reason != TASK_CLOSED:
+                self._recent_outcomes.append(False)
             if rejected.detail:
                 self._first_details.setdefault(rejected.reason, rejected.detail)
             self.note("rejected", prompt=rejected.locator, reason=rejected.reason, detail=rejected.detail)
@@ -165,6 +169,9 @@ class Books:
         self._board.version = str(self.version.version)
         self.progress.mark_trained(meta.locator for meta in metas)
         self._recent_outcomes.extend([True] * len(metas))
+        for task in self.curriculum.train(metas):
+            self.note("task_opened", task=task, step=self.step)
+            self._logger.info("task %s is open from step %d on", task, self.step)
 
     def write_step(
         self,
@@ -184,7 +191,9 @@ class Books:
             "distribution/reward": [reward for meta in metas for reward in meta.rewards],
             "distribution/response_length": [length for meta in metas for length in meta.response_lengths],
         }
-        self._metrics.write(self.step, {**about, **metrics, **times, **rejected}, distributions)
+        self._metrics.write(
+            self.step, {**about, **metrics, **times, **rejected, **self.curriculum.metrics()}, distributions
+        )
         start, end = train_span
         groups = [
             {
@@ -240,6 +249,7 @@ class Books:
             wall_s=self._clock.time() - self._started,
             evaluating=evaluating,
             mfcs=mfcs,
+            curriculum=self.curriculum.state(),
         )
 
     def _go_on_from(self, state: MasterState) -> None:

@@ -45,6 +45,7 @@ REMEDIES = {
     "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
     "rollout_timeout": "find out what the agent waits for, or raise rollout.rollout_timeout_s",
     "equal_rewards": "use prompts of middling difficulty or a larger rollout.group_size, or set rollout.reject_equal_rewards=false",
+    "task_closed": "wait, or lower the pass_rate of the task's gate; its prompts come again in the next epoch",
     "too_easy": "use harder prompts, or raise rollout.success_rate_ub",
     "too_hard": "use easier prompts, or lower rollout.success_rate_lb",
     "unknown_task": "name the task in rollout.tasks",

@@ -91,6 +91,7 @@ class ManagerReports:
                         wait_s=wait_s,
                         stop=self._stop,
                         turn=self.turn,
+                        closed=self._books.curriculum.closed,
                         order=self.order,
                     ),
                     LedgerView,

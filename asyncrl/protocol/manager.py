@@ -35,6 +35,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     eval_mode: Literal["", "greedy", "sampled"] = ""
     group_size: int = 0  # as in Order
     max_new_tokens: int = 0
+    closed: list[str] = []  # tasks whose prompts are rejected (master/curriculum.py)
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
@@ -170,6 +171,7 @@ class MasterReport(Struct, frozen=True, kw_only=True):
     stop: bool = False  # the run needs no more rollouts: admit no more prompts
     # Shared devices: which side may use them. In training's turns the generation servers sleep. "": no devices are shared
     turn: Literal["", "generation", "training"] = ""
+    closed: list[str] = []  # tasks that are closed; within an attempt a task opens at most once
     order: Order | None = None  # null: the steps do not order their prompts, and all prompts may be issued
 
 

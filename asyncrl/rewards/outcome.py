@@ -9,6 +9,7 @@ from typing import Literal
 from asyncrl.config.schema import RolloutConfig
 
 REWARD_LOST = "reward_lost"  # the processes that run the reward function died; the prompt is not at fault
+TASK_CLOSED = "task_closed"  # the prompt's task waits for its gate (master/curriculum.py)
 
 _NOT_A_LABEL = re.compile(r"[^A-Za-z0-9_]+")
 _MAX_REASON_CHARS = 40

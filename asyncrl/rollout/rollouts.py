@@ -32,7 +32,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.manager import RolloutResult, Ticket
 from asyncrl.protocol.trajectories import GroupSummary, TrajectoryMeta
 from asyncrl.rewards.judges import CodeChangedError
-from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.rewards.outcome import TASK_CLOSED, RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.reward_function import shown
 from asyncrl.rewards.trajectory import OnPiece, Response
@@ -249,6 +249,8 @@ class Rollouts:
         """Roll out a ticket; returns its result. Raises RolloutEnded if there is no trajectory."""
         prompt = self._find_prompt(ticket)
         task = self._tasks.of(prompt)
+        if ticket.kind == "train" and task.name in ticket.closed:
+            raise RolloutRejected(TASK_CLOSED, f"task {task.name!r} waits for its gate")
         if prompt.too_long:
             raise RolloutRejected("prompt_too_long", f"prompt {prompt.prompt_id} has {len(prompt.input_ids)} tokens")
         sample = await self._collect(ticket, task, prompt)

@@ -96,6 +96,13 @@ class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float  # since then
 
 
+class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of master/curriculum.py. A task that has no gate any more is left out when it is restored."""
+
+    opened: list[str] = []
+    shares: dict[str, list[float]] = {}  # by task with a gate: of the newest groups, the share of responses that passed
+
+
 class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     """The state from which the master continues. It contains exactly the events up to the step that the models contain."""
 
@@ -117,6 +124,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
     mfcs: dict[str, dict[str, float]] = {}  # the states of the MFCs' functions
+    curriculum: CurriculumState = CurriculumState()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

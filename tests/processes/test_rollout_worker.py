@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import asdict
@@ -55,7 +56,7 @@ def reward(prompt: str, completion: str, answer: Any, *, finished: bool, task: s
         raise RuntimeError("this prompt cannot be judged")
     if answer == "differ":
         return float(next(_counter))
-    assert task in {"default", "rude", "silent"}
+    assert task in {"default", "rude", "silent", "hard", "short"}
     return float(answer) if finished else -1.0
 
 
@@ -338,9 +339,15 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
 
 
 async def test_a_task_has_filters_and_limits_of_its_own(stage: Stage) -> None:
-    hard = {"reward": f"{__name__}:reward", "success_rate_ub": 0.9, "reject_equal_rewards": True, "max_new_tokens": 4}
+    hard = {"reward": f"{__name__}:reward", "success_rate_ub": 0.9, "reject_equal_rewards": True}
+    short = {"reward": f"{__name__}:reward", "success_rate_lb": -9.0, "max_new_tokens": 4}
     late = {"reward": f"{__name__}:reward", "agent": f"{__name__}:LateAgent", "rollout_timeout_s": 0.2}
-    tasks = {**stage.rollout.tasks, "hard": TaskConfig(**hard), "late": TaskConfig(**late)}
+    tasks = {
+        **stage.rollout.tasks,
+        "hard": TaskConfig(**hard),
+        "short": TaskConfig(**short),
+        "late": TaskConfig(**late),
+    }
     stage.rollout = replace(stage.rollout, success_rate_lb=0.05, tasks=tasks)
     for row, change in zip(
         stage.rows,
@@ -352,7 +359,7 @@ async def test_a_task_has_filters_and_limits_of_its_own(stage: Stage) -> None:
             {"task": "hard", "answer": 0.0},
             {"answer": 0.0},
             {"task": "late"},
-            {"task": "hard", "answer": "differ"},
+            {"task": "short"},
         ],
         strict=True,
     ):
@@ -374,6 +381,25 @@ async def test_a_task_has_filters_and_limits_of_its_own(stage: Stage) -> None:
     lengths = {pulled.meta.ticket_id: pulled.meta.response_lengths for pulled in stage.pulled}
     assert lengths["ticket-3"] == [9, 9, 9]
     assert lengths["ticket-7"] == [4, 4, 4]
+
+
+async def test_prompts_of_a_closed_task_are_rejected_and_its_evaluations_are_not(stage: Stage) -> None:
+    await stage.start()
+    closed = stage.ticket(1)
+    await stage.grant(
+        stage.ticket(0),
+        msgspec.structs.replace(closed, closed=["default"]),
+        msgspec.structs.replace(stage.ticket(2), closed=["rude"]),
+        msgspec.structs.replace(stage.ticket(3, kind="eval"), closed=["default"]),
+    )
+    outcomes = await stage.results(4)
+    await stage.end()
+    assert outcomes == {
+        "ticket-0": ("stored", ""),
+        "ticket-1": ("rejected", "task_closed"),
+        "ticket-2": ("stored", ""),
+        "ticket-3": ("evaluated", ""),
+    }
 
 
 async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:

@@ -72,6 +72,12 @@ def test_overrides_replace_values_of_the_file(config_file):
             "name_resolve.backend=file",
             "removed field 'name_resolve.backend': names are always in etcd: leave this field out",
         ),
+        ("rollout.tasks.default.gate={task: defalt}", "names no task; did you mean 'default'?"),
+        ("rollout.tasks.default.gate={task: default}", "these tasks wait for each other: default"),
+        (
+            "rollout.tasks={a: {reward: 'm:f', reject_equal_rewards: true}, b: {reward: 'm:f', gate: {task: a}}}",
+            "reject_equal_rewards of that task rejects groups that have passed",
+        ),
         ("prompts.task_weights.default=-1", "prompts.task_weights.default=-1.0: must be from 0 to 1000"),
         ("prompts={task_weights: {a: 2}, shuffle: false}", "draws lines anew in each epoch; set prompts.shuffle=true"),
         ("eval.prompts={path: x, task_weights: {a: 2}}", "only prompts.task_weights has an effect"),
@@ -776,6 +782,10 @@ def test_a_low_limit_of_open_files_is_refused(runnable, monkeypatch):
         ("rollout.sampling.max_new_tokens=512", "the model has 512 positions"),
         ("prompts.task_key=task", "has prompts of the tasks other, which are not in rollout.tasks"),
         ("prompts.task_weights.defalt=2", "has no prompt of this task; did you mean 'default'"),
+        (
+            "rollout.tasks={default: {reward: 'reward.py:f', gate: {task: rare}}, rare: {reward: 'reward.py:f'}}",
+            "has no prompt of this task in an epoch, so that 'default' would never open",
+        ),
         (f"train.mfcs=[{declare('lost', input_keys=['nowhere'])}]", "reads ['nowhere'], which no MFC writes"),
         ("model_path=nowhere", "there is no config.json"),
         (

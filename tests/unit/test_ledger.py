@@ -198,6 +198,15 @@ def test_refusals_name_the_reason() -> None:
     assert desk.ledger.view().exhausted
 
 
+def test_tickets_name_the_closed_tasks_and_a_late_report_closes_none() -> None:
+    desk = Desk(register=False)
+    desk.report(full=True, closed=["a", "b"])
+    assert desk.take()[0].closed == ["a", "b"]
+    for closed, expected in ((["b"], ["b"]), (["a", "b"], ["b"]), ([], []), (["b"], [])):
+        desk.report(closed=closed)
+        assert desk.take()[0].closed == expected
+
+
 def test_after_a_stop_the_ledger_admits_nothing_for_good() -> None:
     desk = Desk()
     desk.report(stop=True)

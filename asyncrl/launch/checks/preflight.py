@@ -389,6 +389,12 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
             f"{field}.task_weights.{lost[0]}: {prompts.path} has no prompt of this task; {did_you_mean(lost[0], source.all_tasks)}"
             f"its tasks: {', '.join(sorted(source.all_tasks))}"
         )
+    for name, task in config.rollout.tasks.items():
+        if field == "prompts" and task.gate is not None and task.gate.task not in source.tasks:
+            raise ConfigError(
+                f"rollout.tasks.{name}.gate.task={task.gate.task!r}: {prompts.path} has no prompt of this task in an epoch, so that "
+                f"{name!r} would never open"
+            )
     return len(source)
 
 
