@@ -11,6 +11,7 @@ TESTS = Path(__file__).parent
 # other files test
 LONG_FILES = {
     "processes": (
+        "test_api.py",
         "test_bad_batches.py",
         "test_bad_rollouts.py",
         "test_broadcast.py",

@@ -18,6 +18,7 @@ from asyncrl.cli.commands import (
     audit,
     chaos,
     check,
+    completion,
     config,
     debug,
     eval,
@@ -76,6 +77,7 @@ _COMMANDS = (
     profile,
     debug,
     stop,
+    completion,
 )
 
 _MEANT = {  # words of other programs
@@ -187,7 +189,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse with argparse, but let a command's list (workers, overrides, runs) continue after an option: `logs RUN -f master`."""
     if words and not words[0].startswith("-"):
         _check_command(words[0])
-    arguments, behind = _parser().parse_known_args(words)
+    parser = _parser()
+    arguments, behind = parser.parse_known_args(words)
+    arguments.command_line, arguments.parser = words, parser
     more = next((found for name in _LISTS if isinstance(found := getattr(arguments, name, None), list)), None)
     if behind and (more is None or any(word.startswith("-") for word in behind)):
         unknown = f"asyncrl-launch: unrecognized arguments: {' '.join(behind)}"

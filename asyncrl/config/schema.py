@@ -113,7 +113,7 @@ class GateConfig:
     task: str = ""  # the other task; required
     # Mean share of passed responses over the newest `groups` trained groups of the other task
     pass_rate: float = limited(0.8, above=0, at_most=1)
-    reward: float = 1.0  # a response passes if its reward is at least this
+    passes: float = 1.0  # a response passes if its reward is at least this
     groups: int = limited(
         64, at_least=1, at_most=1_000_000
     )  # trained groups of the other task that count; see pass_rate

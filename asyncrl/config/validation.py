@@ -586,7 +586,7 @@ def _bad_gate(config: ExperimentConfig, place: str, name: str) -> Iterator[Probl
     if other in seen:
         yield f"{place}.gate.task", gate.task, f"these tasks wait for each other: {', '.join(seen)}; leave one gate out"
     own = rollout_of_task(config.rollout, gate.task)
-    if own.reject_equal_rewards or own.success_rate_ub < gate.reward:
+    if own.reject_equal_rewards or own.success_rate_ub < gate.passes:
         which = "reject_equal_rewards" if own.reject_equal_rewards else "success_rate_ub"
         yield (
             f"{place}.gate.task",

@@ -46,7 +46,7 @@ class Curriculum:
         for meta in metas:
             for gate in self._gates.values():
                 if self._tasks[meta.task_id] == gate.config.task:
-                    gate.shares.append(fmean(reward >= gate.config.reward for reward in meta.rewards))
+                    gate.shares.append(fmean(reward >= gate.config.passes for reward in meta.rewards))
         for name, gate in self._gates.items():
             is_full = len(gate.shares) == gate.config.groups
             if not gate.is_open and is_full and fmean(gate.shares) >= gate.config.pass_rate:

@@ -154,7 +154,7 @@ class Session:
 
     def _placed(self, request: ChatRequest) -> Turn:
         if request.is_text:
-            return self._placed_text(request.messages[0]["content"])
+            return self._placed_text(request.messages[0]["content"], request.speaker)
         setting = (request.tools, request.template_arguments)
         own = [root for root in self._roots if root.speaker == request.speaker]
         parent, covered = find_turn(own, request.messages, setting)
@@ -170,14 +170,14 @@ class Session:
         prompt_ids = self._template.prompt_ids(request.messages, *setting)
         return Turn(None, setting, request.messages, prompt_ids, request.speaker)
 
-    def _placed_text(self, text: str) -> Turn:
+    def _placed_text(self, text: str, speaker: str) -> Turn:
         """The turn of a prompt without a chat template."""
-        parent, shown = find_text(self._roots, text)
+        parent, shown = find_text([root for root in self._roots if root.speaker == speaker], text)
         try:
             added = encode(self._tokenizer, text[shown:]) if parent else encode_prompt(self._tokenizer, text)
         except ValueError as error:
             raise self._refusal(str(error), param="prompt") from None
-        return Turn(parent, TEXT, [{"role": "user", "content": text[shown:]}], added)
+        return Turn(parent, TEXT, [{"role": "user", "content": text[shown:]}], added, speaker)
 
     async def _respond(self, turn: Turn, request: ChatRequest, on_piece: Callable[[Response], None]) -> None:
         input_ids = turn.episode().input_ids

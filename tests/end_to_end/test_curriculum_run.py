@@ -39,8 +39,12 @@ def test_a_task_opens_at_its_gate_and_stays_open(tmp_path: Path) -> None:
         "checkpoint.every_steps=1",
     )
     with launch(config, *overrides) as run:
-        run.wait_until(lambda: {"hard"} & set().union(*trained_tasks(run.run_dir)), "a step with the hard task", LIMIT_S)
-        run.wait_until(lambda: (found := list_checkpoints(run.run_dir)) and found[-1][1] >= GROUPS // BATCH, "it", LIMIT_S)
+        run.wait_until(
+            lambda: {"hard"} & set().union(*trained_tasks(run.run_dir)), "a step with the hard task", LIMIT_S
+        )
+        run.wait_until(
+            lambda: (found := list_checkpoints(run.run_dir)) and found[-1][1] >= GROUPS // BATCH, "it", LIMIT_S
+        )
         run.signal(signal.SIGKILL)
         assert_nothing_left(run.run_dir)
     closed = [step for step in metrics(run.run_dir) if step.get("curriculum/hard_open") == 0.0]

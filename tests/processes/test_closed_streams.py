@@ -82,6 +82,7 @@ def cases(run_dir: Path) -> list[tuple[list[str], str]]:
         ["config", "--schema"],
         ["config", "--markdown"],
         ["init", "new"],
+        ["completion", "bash"],
     ]
     work += [["plot", run], ["ls", "nowhere"], ["lss"], ["--version"], ["--help"], ["config", "train.nosuch"]]
     work += [[name, run] for name in ("status", "audit", "inspect", "trace", "profile", "rejudge", "stop")]

@@ -784,7 +784,7 @@ def test_a_low_limit_of_open_files_is_refused(runnable, monkeypatch):
         ("prompts.task_weights.defalt=2", "has no prompt of this task; did you mean 'default'"),
         (
             "rollout.tasks={default: {reward: 'reward.py:f', gate: {task: rare}}, rare: {reward: 'reward.py:f'}}",
-            "has no prompt of this task in an epoch, so that 'default' would never open",
+            "has no prompt of this task in an epoch: 'default' would never open",
         ),
         (f"train.mfcs=[{declare('lost', input_keys=['nowhere'])}]", "reads ['nowhere'], which no MFC writes"),
         ("model_path=nowhere", "there is no config.json"),

@@ -16,7 +16,7 @@ from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.metrics import read_json_lines
 from tests.support.master import make_books, make_meta, master_config
 
-GATES = {"hard": GateConfig(task="easy", pass_rate=0.75, reward=0.5, groups=2)}
+GATES = {"hard": GateConfig(task="easy", pass_rate=0.75, passes=0.5, groups=2)}
 TASKS = ["easy", "hard"]
 
 

@@ -52,15 +52,15 @@ from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher, View
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
 from asyncrl.launch.redact import redact_urls
-from asyncrl.launch.rundir import LaunchError, keep_private, next_attempt
+from asyncrl.launch.rundir import LaunchError, has_lock, keep_private, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.background import on_thread
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock, wait_until
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
-from asyncrl.runtime.process import dying_with_parent, python_module
+from asyncrl.runtime.process import dying_with_parent, python_module, tail_of
 
 _OURS = re.compile(rf"config\.yaml|(?:{'|'.join(CONFIG_CLASSES)})_\d+\.yaml")
 
@@ -137,6 +137,9 @@ def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 
+OUTPUT_FILE = "launcher.out"  # in the folder of a run that was started with --detach
+_START_LIMIT_S = 600.0  # of such a run: its checks read files, and may download a model
+_LOOK_S = 0.1
 # Set by launcher/*.sh: the command that activates the Python environment that these scripts made
 ACTIVATE_ENV = "ASYNCRL_ACTIVATE"
 
@@ -153,6 +156,7 @@ examples:
   asyncrl-launch run configs/quickstart_cpu.yaml
   asyncrl-launch run configs/quickstart_cpu.yaml trial=sync manager.max_head_offpolicyness=0
   asyncrl-launch run configs/quickstart_cpu.yaml --ui          and show it on a web page
+  asyncrl-launch run configs/quickstart_cpu.yaml --detach      go on without this terminal
   asyncrl-launch run my_run.yaml --dry-run                     write every process's resolved config, start nothing
   asyncrl-launch run my_run.yaml --dry-run --output /tmp/dry
   asyncrl-launch run my_run.yaml cluster=slurm slurm.nodes=4 slurm.gpus_per_node=8    as a job; --dry-run prints its script
@@ -182,7 +186,9 @@ def add_to(commands: Commands) -> None:
 
 def add_detach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--detach", action="store_true", help="with cluster=slurm: submit the job and return, without following it"
+        "--detach",
+        action="store_true",
+        help="return when the run has started; it goes on without this terminal (cluster=slurm: submit the job and return)",
     )
 
 
@@ -211,6 +217,10 @@ def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
         return _submit(config, arguments, console)
     refuse_too_large(config, partial(say, console))
     with_page = getattr(arguments, "ui", False)
+    if arguments.detach:
+        if with_page:
+            raise ConfigError("--detach has no page; show the run with `asyncrl-launch ui RUN`")
+        return _leave(config, arguments, console)
     if arguments.json:
         return _run_for_machines(config, num_prompts, with_page=with_page)
     return _run_for_people(config, num_prompts, console, with_page=with_page)
@@ -262,6 +272,48 @@ def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Co
     if arguments.json:
         print_json({"event": "end", "exit_code": code})
     return code
+
+
+def _leave(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
+    """Start the launcher in a session of its own, wait until it runs the run, and return."""
+    run_dir = run_directory(config)
+    keep_private(run_dir, config.runtime.group)
+    log = run_dir / OUTPUT_FILE
+    words = [word for word in arguments.command_line if not _is_short_for(word, "--detach", "--json")]
+    with log.open("ab") as output:  # the folder may be that of a running run, whose output stays
+        launcher = subprocess.Popen(
+            python_module("asyncrl.cli.main", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    started = False
+    try:
+        started = wait_until(
+            lambda: launcher.poll() is not None or has_lock(launcher.pid, run_dir),
+            limit_s=_START_LIMIT_S,
+            every_s=_LOOK_S,
+            clock=arguments.clock,
+        )
+    finally:
+        if not started:  # also after Ctrl-C, which does not reach the launcher's session
+            launcher.kill()
+            launcher.wait()
+    if launcher.returncode not in (None, 0):
+        raise LaunchError(f"the run did not start; its output, in {log}:\n{tail_of(log)}")
+    if arguments.json:
+        print_json({"event": "left", "run_dir": str(run_dir), "pid": launcher.pid, "output": str(log)})
+        return 0
+    say(console, f"{run_dir}: runs without this terminal, as process {launcher.pid}. Its output is in {log}")
+    for command, use in (("status", "its state"), ("logs", "its logs; -f follows them"), ("stop", "stop it")):
+        say(console, f"  asyncrl-launch {command:<6} {run_dir}    {use}")
+    return 0
+
+
+def _is_short_for(word: str, *options: str) -> bool:
+    """Whether argparse takes the word for one of the options."""
+    return len(word) > len("--") and any(option.startswith(word) for option in options)
 
 
 def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console, *, with_page: bool) -> int:

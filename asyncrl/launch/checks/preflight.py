@@ -392,7 +392,7 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
     for name, task in config.rollout.tasks.items():
         if field == "prompts" and task.gate is not None and task.gate.task not in source.tasks:
             raise ConfigError(
-                f"rollout.tasks.{name}.gate.task={task.gate.task!r}: {prompts.path} has no prompt of this task in an epoch, so that "
+                f"rollout.tasks.{name}.gate.task={task.gate.task!r}: {prompts.path} has no prompt of this task in an epoch: "
                 f"{name!r} would never open"
             )
     return len(source)
