@@ -30,6 +30,12 @@ def sorter_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid_sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same folder with a model whose layers are linear attention and attention by turns."""
+    return make_example("sloppy_sorter", tmp_path_factory.mktemp("hybrid"), "--architecture", "qwen3_5_text")
+
+
+@pytest.fixture(scope="session")
 def long_tail(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/ and data/ of the long-tail task."""
     return make_example("long_tail", tmp_path_factory.mktemp("long_tail"))
