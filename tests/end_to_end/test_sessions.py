@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import assert_nothing_left, evaluations, launch, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_chat_tokenizer, make_tiny_model
 from asyncrl.weights.lineage import audit
 from tests.support.replays import (
@@ -161,6 +162,27 @@ def test_an_environment_of_openenv_is_trained(tmp_path: Path) -> None:
     )
     assert len(answers) == 3 * BATCH * GROUP
     assert set(answers) <= {1, 2}
+
+
+def test_two_seats_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example: one model plays both seats. Its likeliest answer is wrong at first."""
+    for file in ("relay.py", "config.yaml"):
+        shutil.copy(Path(__file__).parents[2] / "examples" / "relay" / file, tmp_path)
+    monkeypatch.chdir(tmp_path)  # paths in the config are relative to it
+    subprocess.run([sys.executable, "relay.py"], check=True, timeout=LIMIT_S)
+    settings = (f"fileroot={tmp_path}/runs", "weights.fsync=false", "runtime.frozen_after_s=120")
+    with launch("config.yaml", *settings) as run:
+        assert run.wait(700.0) == 0, run.output()
+    steps = train_steps(run.run_dir)
+    rewards = [step["reward/mean"] for step in steps]
+    assert np.mean(rewards[:2]) < 0.4
+    assert np.mean(rewards[-5:]) > 0.8
+    first, last = (one["eval/greedy_reward"] for one in evaluations(run.run_dir))
+    assert first < 0.5
+    assert last > 0.9
+    assert all(step["batch/num_sequences"] > 4 * 8 for step in steps), "both seats are trained"
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, len(steps))
 
 
 ENVIRONMENTS_OF_VERIFIERS = {

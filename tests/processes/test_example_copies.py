@@ -29,7 +29,7 @@ for folder in sorted(pathlib.Path().glob("*/copy")):
 
 @pytest.mark.release
 def test_copies_import_nothing_of_one_another(tmp_path: Path) -> None:
-    for package in ("reasoning_gym", "openai", "math_verify"):
+    for package in ("reasoning_gym", "openai", "math_verify", "verifiers"):
         pytest.importorskip(package)
     files = sorted(EXAMPLES.glob("*/*.py"))
     for file in files:
