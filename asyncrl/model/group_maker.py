@@ -101,6 +101,11 @@ class GroupMaker:
         self._judging = asyncio.Semaphore(groups.rollout.max_concurrent_per_worker)
         self._told: set[str] = set()
 
+    async def start(self) -> None:
+        """Wait until the reward functions are imported. Raises ConfigError if an import fails."""
+        for reward in self._rewards.values():
+            await reward.start()
+
     def close(self) -> None:
         """End the reward processes."""
         for reward in self._rewards.values():

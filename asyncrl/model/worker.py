@@ -126,6 +126,7 @@ class ModelWorker(Worker):
             if mfc.kind == "generate" and mfc.model in engines:
                 group_maker = GroupMaker(config, engines[mfc.model], self.services)
                 opened.callback(group_maker.close)
+                await group_maker.start()
                 group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)

@@ -26,6 +26,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.config.sources import code_of
 from asyncrl.protocol.errors import MAX_UNKNOWN
 from asyncrl.rewards.reward_function import REWARD, Form
+from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.user_output import MAX_BYTES, Pump
 
@@ -139,6 +141,7 @@ class Judges:
         form: Form = REWARD,
         python: str = "",
         max_tries: int = _MAX_TRIES,
+        waits: bool = True,
         output: int | None = None,
         max_output_bytes: int = MAX_BYTES,
         pace: RestartPace | None = None,
@@ -146,7 +149,8 @@ class Judges:
         end_limit_s: float = 10.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
+        """Start the nursery, on this thread, because the nursery dies with it. waits: block until it has imported the function. If
+        not, the caller awaits `started`. Raises ConfigError if the import fails.
 
         form: how the function is called. memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an
         `async def`, which mostly waits. python: the interpreter of the processes, which then has its own packages; "": this one.
@@ -163,7 +167,7 @@ class Judges:
         self._free: list[_Judge] = []
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
-        self._control: socket.socket | None = None
+        self._control: socket.socket | None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that reads the nursery's messages
         self._pace = pace or RestartPace()
         self._death_limit_s, self._end_limit_s = death_limit_s, end_limit_s
@@ -173,10 +177,24 @@ class Judges:
         self._code = code_of(spec)
         self.num_started = 0
         self.num_nurseries = 0
-        self._nursery, control = self._spawn()
-        self.is_async, self.arguments = self._wait_for_import(self._nursery, control)
-        self._control = control
-        self._places = asyncio.Semaphore(most_async if self.is_async else most)
+        self._places = {True: asyncio.Semaphore(most_async), False: asyncio.Semaphore(most)}
+        self._nursery, self._control = self._spawn()
+        self._imported = on_thread(partial(self._wait_for_import, self._nursery, self._control), "import")
+        if waits:
+            self._imported.result()
+
+    async def started(self) -> None:
+        """Wait until the nursery has imported the function. Raises ConfigError if the import fails."""
+        await asyncio.wrap_future(self._imported)
+
+    @property
+    def is_async(self) -> bool:
+        return self._imported.result()[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The optional arguments that the function takes."""
+        return self._imported.result()[1]
 
     @property
     def warden(self) -> int:
@@ -196,7 +214,7 @@ class Judges:
         """
         question = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         num_deaths = num_losses = 0
-        async with self._places:
+        async with self._places[self.is_async]:
             while True:
                 try:  # retry in a new judge: earlier calls may have left a free judge in a bad state
                     judge = self._free.pop() if self._free and not num_deaths else await self._start()
@@ -315,7 +333,7 @@ class Judges:
     def _wait_for_import(
         self, nursery: subprocess.Popen[bytes], control: socket.socket
     ) -> tuple[bool, tuple[str, ...]]:
-        """Wait until the nursery has imported the user's module. Blocks the thread, just as an import in this process would."""
+        """Wait until the nursery has imported the user's module. Blocks the thread."""
         # Another interpreter has its own path, and imports only asyncrl from this one
         package = str(Path(__file__).parents[2])
         hello = {"spec": self.spec, "form": asdict(self._form), "memory_bytes": self._memory_bytes, "package": package}
@@ -425,6 +443,8 @@ class Judges:
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.remove_reader(control.fileno())
+        with contextlib.suppress(OSError):
+            control.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the import
         control.close()
         for judge in self._judges.values():
             judge.lost = True

@@ -82,9 +82,7 @@ class Reward:
         self._logged: set[str] = set()
         self._judges = judges
         self._function: Callable[..., Any]
-        if judges is not None:
-            self._arguments = judges.arguments
-        else:
+        if judges is None:
             function = RewardFunction.import_from(spec)
             self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
         self._threads = asyncio.Semaphore(_MAX_THREADS)
@@ -92,7 +90,7 @@ class Reward:
 
     @classmethod
     def of(cls, spec: str, rollout: RolloutConfig, services: Services, output: int | None = None) -> Reward:
-        """Create a Reward with the settings of the config. output: see Judges."""
+        """Create a Reward with the settings of the config; `start` comes before `score`. output: see Judges."""
         judges = None
         if rollout.reward_isolation == "process" and sys.platform == "linux":
             judges = Judges(
@@ -101,10 +99,16 @@ class Reward:
                 most=_MAX_THREADS,
                 most_async=rollout.max_concurrent_per_worker,
                 logger=services.logger,
+                waits=False,
                 output=output,
                 clock=services.clock,
             )
         return cls(spec, timeout_s=rollout.reward_timeout_s, services=services, judges=judges)
+
+    async def start(self) -> None:
+        """Wait until the function is imported. Raises ConfigError if the import fails."""
+        if self._judges is not None:
+            await self._judges.started()
 
     def close(self) -> None:
         """End the judges, if there are any."""
@@ -117,7 +121,8 @@ class Reward:
         Waits for a free judge or thread, then for the user's function: in each try at most timeout_s for each completion, or for
         all of them together if they are judged in one process or thread.
         """
-        calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
+        arguments = self._judges.arguments if self._judges is not None else self._arguments
+        calls = [call_arguments(prompt, completion, arguments) for completion in completions]
         with self._board.showing("reward", on=self.spec):
             try:
                 return await self._score(calls)

@@ -48,6 +48,10 @@ class EpisodeAgent(ChatAgent):
         self._settings, self._limit_s = dict(settings or {}), limit_s
         self._spec, self._judges = play, _judges(play, python, memory_bytes, processes)
 
+    async def start(self) -> None:
+        """Wait until `play` is imported. Raises ConfigError if the import fails."""
+        await self._judges.started()
+
     async def chat(self, session: ChatSession, prompt: Prompt) -> float | list[SeatReward]:
         address = {"base_url": session.base_url, "api_key": session.api_key, "member": session.member}
         try:
@@ -95,4 +99,5 @@ def _judges(play: str, python: str, memory_bytes: int, processes: int) -> Judges
         logger=_LOGGER,
         python=python,
         max_tries=1,
+        waits=False,
     )

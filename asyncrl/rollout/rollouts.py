@@ -39,6 +39,7 @@ from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.episodes import EpisodeAgent
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.runtime.channel_protocol import ChannelRefused
@@ -95,6 +96,12 @@ class Task:
         self.agents: Mapping[tuple[str, str], Agent | ChatAgent] = {mode: make(*how) for mode, how in modes.items()}
         self._ordered = self._train, self.agents["", TRAIN]  # the newest order's sampling and group size, and its agent
 
+    async def start(self) -> None:
+        """Wait for the imports of reward and agents, which may take minutes. Raises ConfigError if one fails."""
+        for part in (self._reward, *self.agents.values()):
+            if isinstance(part, Reward | EpisodeAgent):
+                await part.start()
+
     def close(self) -> None:
         """End the processes of the task's reward."""
         if self._reward is not None:
@@ -132,6 +139,11 @@ class TaskTable:
             name: Task(name, task_id, rollout.tasks[name], rollout, sets, services, tokenizer=tokenizer)
             for task_id, name in enumerate(sorted(rollout.tasks))
         }
+
+    async def start(self) -> None:
+        """Wait until the tasks can be used."""
+        for task in self._tasks.values():
+            await task.start()
 
     def close(self) -> None:
         for task in self._tasks.values():

@@ -49,6 +49,7 @@ class RolloutWorker(Worker):
         sets = evaluation_sets(self.config.eval)
         tasks = TaskTable(rollout, sets, self.services, tokenizer=data.tokenizer)
         opened.callback(tasks.close)
+        await tasks.start()
         journal = data.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
         key = self.names.gserver_manager()

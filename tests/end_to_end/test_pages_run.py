@@ -74,6 +74,7 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
     done(place, next(lines))
     done(place, next(lines), f"fileroot={place / 'dry'}")
     assert list(place.glob("dry/sloppy-sorter/t0/dry_run/*"))
+    assert "share_prefix: " in done(place, next(lines))
     done(place, "asyncrl-launch run configs/quickstart_cpu.yaml", *SMALL, "train.max_steps=2")
     shown = ("record.trajectories=true", "trace=true", "train.max_steps=0")
     with begun(place, next(lines), *SMALL, *shown) as run:
@@ -100,8 +101,12 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             assert watch.wait(30) == 0, watch.output()
             assert follow.wait(30) == 0, follow.output()
             assert "generation_server/2" in watch.output()
+    done(place, next(lines), *SMALL, "train.max_steps=0")
+    done(place, f"asyncrl-launch stop {RUNS}/c --now")
+    assert "complete" in done(place, next(lines))
     assert list(lines) == []
-    assert_nothing_left(place / RUNS / "b")
+    for trial in ("b", "c"):
+        assert_nothing_left(place / RUNS / trial)
 
 
 @pytest.mark.release

@@ -208,6 +208,5 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path, monkeypatch: pyt
         f"prompts={{path: {tmp_path}/tasks.jsonl, prompt_key: text}}",
         f"rollout.tasks.default={{agent: 'verifiers:{environment}', agent_args: {{config: {json.dumps(config)}}}}}",
         f"train.branches={str(len(answers_of_member) > 1).lower()}",
-        "runtime.frozen_after_s=120",
     )
     assert sorted(answers) == sorted(answers_of_member * (3 * BATCH * GROUP))

@@ -98,9 +98,9 @@ async def test_a_function_of_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text("def play(settings, item): ...")
     told = r"function of episodes .* it is called as \(settings, item, address\)$"
     with pytest.raises(ConfigError, match=told):
-        agent(f"{tmp_path}/library.py:play")
+        await agent(f"{tmp_path}/library.py:play").start()
     with pytest.raises(ConfigError, match=r"there is no module 'no_such_library'"):
-        agent("no_such_library:play")
+        await agent("no_such_library:play").start()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import (
+    ConfigError,
     EvalSetConfig,
     PromptSourceConfig,
     RolloutConfig,
@@ -368,9 +370,9 @@ def rollout_config(**tasks: TaskConfig) -> RolloutConfig:
     return RolloutConfig(group_size=3, sampling=SAMPLING, tasks=tasks)
 
 
-def make_table(config: RolloutConfig) -> TaskTable:
+def make_table(config: RolloutConfig, tokenizer: Any = TOKENIZER) -> TaskTable:
     sets = {"": EvalSetConfig(), "many": EvalSetConfig(num_responses=5, modes=["sampled"])}
-    return TaskTable(config, sets, make_services(), tokenizer=TOKENIZER)
+    return TaskTable(config, sets, make_services(), tokenizer=tokenizer)
 
 
 async def test_tasks_are_numbered_by_name_and_have_an_agent_for_each_set_and_mode() -> None:
@@ -391,6 +393,44 @@ async def test_tasks_are_numbered_by_name_and_have_an_agent_for_each_set_and_mod
     }
     sample, _ = await collect(chess.agents["", "greedy"], chess.make_env(PROMPT), lambda _: ("4", True))
     assert sample.data["rewards"].tolist() == [1.5]
+
+
+async def test_the_loop_turns_while_rewards_and_episodes_are_imported(tmp_path: Path) -> None:
+    """Otherwise the launcher takes a rollout worker for frozen, and kills it."""
+    (tmp_path / "slow.py").write_text(
+        "import time; time.sleep(1)\ndef reward(prompt, completion, answer): return 1.0\n"
+    )
+    (tmp_path / "play.py").write_text("import time; time.sleep(1)\ndef play(settings, item, address): return 1.0\n")
+    reward, play = f"{tmp_path}/slow.py:reward", {"play": f"{tmp_path}/play.py:play"}
+    agent = "asyncrl.rollout.episodes:EpisodeAgent"
+    tasks = {"sums": TaskConfig(reward=reward), "games": TaskConfig(reward=reward, agent=agent, agent_args=play)}
+    table = make_table(rollout_config(**tasks), make_chat_tokenizer(None))
+    turns = []
+
+    async def turn() -> None:
+        while True:
+            turns.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    turning = asyncio.create_task(turn())
+    began = time.monotonic()
+    await table.start()
+    turning.cancel()
+    assert time.monotonic() - began > 0.5
+    assert len(turns) > 10
+    score = Reward.of(reward, rollout_config(), make_services())
+    await score.start()
+    assert await score.score(PROMPT, [Completion("4", True, (1,))]) == [1.0]
+    score.close()
+    table.close()
+
+
+async def test_a_failed_import_is_an_error_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no')")
+    table = make_table(rollout_config(sums=TaskConfig(reward=f"{tmp_path}/broken.py:reward")))
+    with pytest.raises(ConfigError, match="no"):
+        await table.start()
+    table.close()
 
 
 def test_the_agent_of_a_ticket_has_the_size_that_the_step_orders() -> None:

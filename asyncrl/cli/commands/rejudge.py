@@ -172,6 +172,7 @@ async def _judge(config: ExperimentConfig, files: Sequence[Path]) -> list[Judged
                 if task not in rewards:
                     rollout = rollout_of_task(config.rollout, task)
                     rewards[task] = Reward.of(rollout.tasks[task].reward, rollout, _services(), output=_STDERR)
+                    await rewards[task].start()
             for found in await asyncio.gather(*(_judge_group(rewards[group.prompt.task], group) for group in chunk)):
                 judged += found
         return judged
