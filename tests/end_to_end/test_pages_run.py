@@ -57,9 +57,9 @@ def done(place: Path, line: str, *overrides: str) -> str:
     return found.stdout + found.stderr
 
 
-def begun(place: Path, line: str, *overrides: str) -> RunHandle:
-    """Start a line of a page: a command that goes on while others run."""
-    return RunHandle(words(line, *overrides), place / RUNS / "b", cwd=place)
+def begun(place: Path, line: str, *overrides: str, trial: str = "b") -> RunHandle:
+    """Start a line of a page: a command that goes on while others run. At its end the processes of the trial are killed."""
+    return RunHandle(words(line, *overrides), place / RUNS / trial, cwd=place)
 
 
 @pytest.mark.release
@@ -76,7 +76,7 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
     assert list(place.glob("dry/sloppy-sorter/t0/dry_run/*"))
     assert "share_prefix: " in done(place, next(lines))
     done(place, "asyncrl-launch run configs/quickstart_cpu.yaml", *SMALL, "train.max_steps=2")
-    shown = ("record.trajectories=true", "trace=true", "train.max_steps=0")
+    shown = ("record.trajectories=true", "trace=true", "train.max_steps=0", "train.num_epochs=1000")
     with begun(place, next(lines), *SMALL, *shown) as run:
         run.wait_for_step(2, 120)
         table = done(place, next(lines))
@@ -88,7 +88,7 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             assert (place / RUNS / "plot.png").is_file()
             done(place, next(lines))
             assert (place / "t0.html").is_file()
-            with begun(place, next(lines)) as shown_page:
+            with begun(place, next(lines), trial="none") as shown_page:
                 shown_page.wait_for_output("the page: ", 60)
                 shown_page.signal(signal.SIGINT)
                 assert shown_page.wait(30) == 130
@@ -101,7 +101,7 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             assert watch.wait(30) == 0, watch.output()
             assert follow.wait(30) == 0, follow.output()
             assert "generation_server/2" in watch.output()
-    done(place, next(lines), *SMALL, "train.max_steps=0")
+    done(place, next(lines), *SMALL, "train.max_steps=0", "train.num_epochs=1000")
     done(place, f"asyncrl-launch stop {RUNS}/c --now")
     assert "complete" in done(place, next(lines))
     assert list(lines) == []
