@@ -52,16 +52,20 @@ ROUTERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+def is_softmax(router: nn.Module) -> bool:
+    return ROUTERS[type(router).__name__] is not _sigmoid
+
+
 def scores_of(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """The scores with which the router would weight these experts: [T, K]."""
     scores_TK: Tensor = ROUTERS[type(router).__name__](router, logits_TE, experts_TK)
     return scores_TK
 
 
-def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module]]:
+def routers_of(model: nn.Module, path: str, *, off: str = "train.routes=off") -> tuple[RouteLayout, list[nn.Module]]:
     """The routers of a model, in the order of its layers. Raises ConfigError if it has none, or if one is of a class that is not
-    in ROUTERS."""
-    what = f"train.routes: model_path={path!r}"
+    in ROUTERS. off: the setting without which they are not needed."""
+    what = f"{off.partition('=')[0]}: model_path={path!r}"
     found: list[tuple[int, nn.Module]] = []
     for name, block in model.named_modules():
         if not any(is_experts(child) for child in block.children()):
@@ -71,19 +75,17 @@ def routers_of(model: nn.Module, path: str) -> tuple[RouteLayout, list[nn.Module
         if len(routers) != 1 or len(numbers) != 1:
             classes = ", ".join(type(child).__name__ for child in block.children())
             raise ConfigError(
-                f"{what}: {name} ({classes}) has no router of a supported class ({', '.join(ROUTERS)}); set train.routes=off"
+                f"{what}: {name} ({classes}) has no router of a supported class ({', '.join(ROUTERS)}); set {off}"
             )
         found.append((int(numbers[0]), routers[0]))
     sizes = {(int(router.top_k), int(router.num_experts)) for _, router in found}  # type: ignore[arg-type]
     if len(sizes) != 1:
         raise ConfigError(
-            f"{what} has {'experts of several sizes' if sizes else 'no experts'}; set train.routes=off, or use another model"
+            f"{what} has {'experts of several sizes' if sizes else 'no experts'}; set {off}, or use another model"
         )
     top_k, num_experts = sizes.pop()
     if num_experts >= 0xFFFF:
-        raise ConfigError(
-            f"{what} has {num_experts} experts, more than the numbers of routes can hold; set train.routes=off"
-        )
+        raise ConfigError(f"{what} has {num_experts} experts, more than the numbers of routes can hold; set {off}")
     return RouteLayout(tuple(number for number, _ in found), top_k, num_experts), [router for _, router in found]
 
 

@@ -501,6 +501,9 @@ class TrainConfig:
     # layer and each expert of a token, or two with more than 255 experts. Servers then share no prefixes. compare: steps report how
     # many of the trainer's choices differ | replay: the trainer also uses the servers' choices, with its own scores
     routes: str = choice("off", "off", "compare", "replay")
+    # Mixtures of experts: the actor's loss gets this times transformers' auxiliary loss of its routers, over all tokens of an
+    # optimizer step. It takes a further forward pass. 0: none. config.json has the model's own as router_aux_loss_coef
+    router_aux_loss_coef: float = limited(0.0, at_least=0)
     # Strings and objects that every trajectory carries: keys words_NAME (one for each response) and prompt_words_NAME (one for the
     # group). The rollout worker adds words_completion, prompt_words_prompt, prompt_words_answer and prompt_words_row; an agent
     # sets all others

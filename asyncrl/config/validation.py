@@ -462,7 +462,7 @@ def _bad_models(config: ExperimentConfig) -> Iterator[Problem]:
         if not re.fullmatch(r"[a-z0-9_]+", name):
             remedy = "is the end of a role's name: use lower-case letters, digits and underscores"
             yield "train.reward_models", name, remedy
-    yield from problems_among(config, _of_routes(config))
+    yield from problems_among(config, _of_experts(config))
     ptx, ppo = train.ptx, train.ppo
     if ptx is None:
         return
@@ -474,11 +474,18 @@ def _bad_models(config: ExperimentConfig) -> Iterator[Problem]:
         yield "train.ptx.batch_size", ptx.batch_size, remedy
 
 
-def _of_routes(config: ExperimentConfig) -> Iterable[Conflict]:
-    """What the experts of generation servers (train.routes) cannot be combined with."""
+def _of_experts(config: ExperimentConfig) -> Iterable[Conflict]:
+    """What the experts of generation servers (train.routes) and the auxiliary loss of routers cannot be combined with."""
     train, mode = config.train, mode_of(config.mode)
-    is_on = train.routes != "off"
+    is_on, has_loss, loss = train.routes != "off", train.router_aux_loss_coef > 0, "train.router_aux_loss_coef"
     return (
+        (
+            has_loss and train.streaming,
+            loss,
+            "with train.streaming the first parts of a batch are trained before the choices of its last one are known; set it to 0",
+        ),
+        (has_loss and train.compile == "on", loss, "compiled layers do not show their routers' choices; set it to 0"),
+        (has_loss and train.lora is not None, loss, "with train.lora it is not shown to be equal; set it to 0"),
         (
             is_on and not mode.updates_servers,
             "train.routes",

@@ -142,8 +142,8 @@ def problem_of_losses(config: Mapping[str, object]) -> str:
     if not (model.get("output_router_logits") and weight):
         return ""
     return (
-        f"config.json has output_router_logits=true and router_aux_loss_coef={weight}: asyncrl has no auxiliary loss of routers; "
-        "set output_router_logits to false there"
+        f"config.json has output_router_logits=true and router_aux_loss_coef={weight}, which asyncrl does not read; set "
+        f"output_router_logits to false there, and train.router_aux_loss_coef={weight} for this loss"
     )
 
 
@@ -214,6 +214,12 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
 def _of_routes(config: ExperimentConfig, placements: Sequence[ModelPlacement]) -> Iterable[Conflict]:
     staged = [one for one in placements if one.role == ACTOR and one.grid.num_stages > 1]
     return (
+        (
+            config.train.router_aux_loss_coef > 0 and bool(staged),
+            "train.router_aux_loss_coef",
+            f"allocation={config.allocation} has pipeline stages of the actor, each with the routers of its own layers only: use "
+            "p1, or set it to 0",
+        ),
         (
             uses_routes(config.train) and bool(staged),
             "train.routes",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ from asyncrl.model.pipeline import (
     run_micro_batches,
     train_micro_batches,
 )
+from asyncrl.model.router_loss import RouterLoss
 from asyncrl.model.routes import RouteReplay
 from asyncrl.model.row_ranks import ContextRanks
 from asyncrl.model.sharding import local_tensor
@@ -146,7 +147,8 @@ class TrainEngine:
         self.long_tokens = long_tokens_of(self.device, train)
         self.with_state: list[str] = []  # the modules that carry a state from token to token
         self.untrained: dict[str, Tensor] = {}  # of the checkpoint, not of the model; values on the first rank only
-        has_routes = train.routes != "off" and model.name.partition("@")[0] == ACTOR
+        is_actor = model.name.partition("@")[0] == ACTOR
+        has_routes = train.routes != "off" and is_actor
         self.shares_prefixes = may_share(train, has_routes=has_routes)
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
@@ -164,6 +166,9 @@ class TrainEngine:
             self.routes = RouteReplay(self.module, self.module.model, model.path, replays=replays, context=self.context)
             size = self.routes.layout.bytes_per_token
             logger.info("routes of %d layers: %d bytes of each token", len(self.routes.layout.layers), size)
+        self.router_loss: RouterLoss | None = None
+        if is_actor and model.trainable and train.router_aux_loss_coef:
+            self.router_loss = RouterLoss(self.module, model.path, coef=train.router_aux_loss_coef, mesh=self._mesh)
         if self.adapters is not None and self.untrained:
             raise ConfigError(
                 f"model_path={model.path!r} with train.lora: the checkpoint has parts that the trainer does not compute "
@@ -523,6 +528,10 @@ class TrainEngine:
         if work.batch is not None:
             self.trained_flops += work.flops(self.flops, trains=True)
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
+        forward: Callable[[Tensor], Outputs] = self.module
+        if self.router_loss is not None:
+            self.router_loss.count(work.plan)
+            forward = self.router_loss.forward
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:
             sequences = work.plan[number].sequences
@@ -537,6 +546,10 @@ class TrainEngine:
             if self.routes is not None and ROUTES in work.batch.data:
                 _accumulate(local, self.routes.take_other(data["loss_mask"]))
                 _accumulate(local, {_NUM_ROUTED: data["loss_mask"].sum()})
+            if self.router_loss is not None:
+                of_routers = self.router_loss.of_micro_batch(number)
+                _accumulate(local, {"loss": of_routers, "router_aux_loss": of_routers})
+                loss = loss + of_routers
             return loss if loss.requires_grad else loss + connected
 
         if self._mesh is not None and self.num_stages > 1:
@@ -547,7 +560,7 @@ class TrainEngine:
                     is_last = i == len(work.plan) - 1  # every rank has the same number of micro-batches
                     self.module.set_requires_gradient_sync(is_last or not self.train.accumulate_unsharded)
                     self.module.set_requires_all_reduce(is_last)  # over copies: each sums its own micro-batches first
-                loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
+                loss_of(forward(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
         self.module.micro_batches = ()
         if not self.is_last_stage:
             return {}

@@ -385,7 +385,7 @@ class StepStats:
     report them.
     """
 
-    MEANS = ("loss", "ptx_loss", "grad_norm", "lr")
+    MEANS = ("loss", "ptx_loss", "router_aux_loss", "grad_norm", "lr")
 
     def __init__(self) -> None:
         self.steps = 0

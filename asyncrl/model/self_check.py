@@ -229,7 +229,8 @@ def _gradients_of_sharing(
     gradients of its own tokens. The engine is afterwards as before. Gradients are compared in place, so they need no memory that
     training does not need."""
     assert engine.optimizer is not None
-    flops = engine.trained_flops
+    flops, router_loss = engine.trained_flops, engine.router_loss
+    engine.router_loss = None  # subtracting a text's gradients would add those of its auxiliary loss again
     apart, shared = _sample_of(texts), _sample_of(texts, groups)
 
     def total(outputs: Mapping[str, Tensor], *_: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -247,7 +248,7 @@ def _gradients_of_sharing(
     with _rounded_embeddings(engine):
         noise = norm_without(apart)
     engine.optimizer.zero_grad()
-    engine.trained_flops = flops
+    engine.trained_flops, engine.router_loss = flops, router_loss
     return gap / whole, max(_GRADIENT_BOUND[torch.finfo(engine.dtype).bits], 4 * noise / whole)
 
 

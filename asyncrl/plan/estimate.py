@@ -20,6 +20,7 @@ from asyncrl.launch.checks.memory import DTYPE_BYTES, resident_bytes
 from asyncrl.plan.batches import load_of
 from asyncrl.plan.result import Collective, ModelStep, RankPlan, collective_name
 from asyncrl.plan.shapes import ModelShape
+from asyncrl.protocol.names import ACTOR
 
 _FLOAT = 4  # bytes
 _LOGIT_BYTES = 10  # of one logit in the loss: two float32 copies and one in train.dtype
@@ -99,9 +100,10 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     # With e the experts of a rank are gathered from fewer ranks than all other weights
     experts, sparse = grid.parts(EXPERTS), math.ceil(shape.sparse_layers / grid.num_stages)
     of_experts = sparse * shape.layer_experts if experts > 1 else 0
-    passes = 3 if train.gradient_checkpointing and trains else 2 if trains else 1  # through each layer
+    counts_choices = trains and mfc.role == ACTOR and train.router_aux_loss_coef > 0  # in a forward pass of their own
+    passes = 1 + trains * (1 + bool(train.gradient_checkpointing)) + counts_choices  # through each layer
     if grid.num_shards > 1:
-        calls, gathers = micro_batches * layers, 2 if trains else 1
+        calls, gathers = micro_batches * layers, 1 + trains + counts_choices
         for name, number, gathered in (
             ("_".join(grid.sharding), calls, whole - of_experts),
             (PEERS, micro_batches * sparse, of_experts // experts if grid.num_shards > experts else 0),
@@ -162,7 +164,7 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         peak=sum(parts.values()),
         at_peak=parts,
         kinds=parts,
-        flops=int(forward * (2 + all_trained + bool(train.gradient_checkpointing) if trains else 1)),
+        flops=int(forward * (passes + all_trained)),
         collectives=collectives,
         model_flops=int(needed / grid.replica_size * (2 + all_trained if trains else 1)),
         tokens=load.tokens,

@@ -54,6 +54,7 @@ from asyncrl.protocol.versions import WrittenFile
 from tests.support.families import make_family
 from tests.support.rank_processes import RankProcesses
 
+Arrays = dict[str, np.ndarray]
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 VARIANTS: dict[str, TrainConfig] = {
     "whole": TRAIN,
@@ -188,6 +189,80 @@ def test_replayed_experts_give_the_same_update(ranks: RankProcesses, paths: dict
             assert found == pytest.approx(stats, rel=1e-5, abs=1e-7)
             for name, value in weights.items():
                 np.testing.assert_allclose(value, parameters[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+COEF = 0.5
+
+
+def of_routers(rank: int, grid: str, path: str, train: TrainConfig, lengths: tuple[int, ...]) -> tuple[float, Arrays]:
+    """The auxiliary loss of a batch, and its gradients."""
+    mesh = meshes(0)[grid] if grid else None
+    workers = list(mesh.placement.workers) if mesh is not None else [0]
+    train = replace(train, router_aux_loss_coef=COEF)
+    engine = TrainEngine(ModelConfig("actor", path, grid or "d1", workers, trainable=True), train, mesh=mesh)
+    sample = make_sample(lengths)
+    stats = engine.try_step(
+        part_of(engine, sample), lambda outputs, *_: (outputs["logprobs"].sum() * 0.0, {}), temperature=1.0
+    )
+    assert stats["loss"] == stats["router_aux_loss"]
+    grads = {name: parameter.grad for name, parameter in engine.named_parameters().items()}
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in grads.items()}
+    return stats["loss"], {name: grad.numpy() for name, grad in whole.items()}
+
+
+def of_transformers(path: str, lengths: tuple[int, ...]) -> tuple[float, Arrays]:
+    """Those of plain transformers, with the sequences in one padded batch."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    rows = make_sample(lengths).slices("packed_input_ids")
+    ids, mask = (torch.zeros(len(lengths), max(lengths), dtype=torch.int64) for _ in range(2))
+    for number, (row,) in enumerate(rows):
+        ids[number, : len(row)], mask[number, : len(row)] = torch.from_numpy(np.array(row)), 1
+    loss = COEF * model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    loss.backward()
+    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    return float(loss.detach()), {name: grad.numpy() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.release) for family in ("mixtral", "gpt_oss"))]
+)
+def test_the_auxiliary_loss_is_that_of_transformers(
+    ranks: RankProcesses, paths: dict[str, str], family: str, tmp_path: Path
+) -> None:
+    """In value and gradient, over the whole batch: in micro-batches, with gradient checkpointing, and on several ranks."""
+    ranks.run(make_meshes)
+    path = paths[family]
+    if (
+        family == "gpt_oss"
+    ):  # by its biases two layers choose the other half of the experts each, for every token: no gradient
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for name, parameter in model.named_parameters():
+            parameter.data.mul_(not name.endswith("router.bias"))
+        model.save_pretrained(tmp_path)
+        path = str(tmp_path)
+    loss, expected = of_transformers(path, LENGTHS)
+    most = max(float(np.linalg.norm(grad)) for grad in expected.values())
+    assert most > 1e-3
+    shared = replace(MICRO, share_prefix="on")
+    found = [of_routers(0, "", path, train, LENGTHS) for train in (TRAIN, shared, VARIANTS["checkpointing"])]
+    for grid in ("d2", "d2e2", "c2", "d2c2e2", "d2r2e2"):
+        for train in (MICRO, VARIANTS["checkpointing"]):
+            found += ranks.run(of_routers, grid, path, train, LENGTHS, num_ranks=ParallelGrid.parse(grid).size)
+    for value, grads in found:
+        assert value == pytest.approx(loss, rel=1e-5)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert float(np.linalg.norm(grad - expected[name])) <= 1e-5 * most, name
+
+
+def test_models_without_an_auxiliary_loss_are_refused(paths: dict[str, str], tmp_path: Path) -> None:
+    make_family(tmp_path / "llama", "llama")
+    with pytest.raises(
+        ConfigError, match=r"train.router_aux_loss_coef: .*no experts; set train.router_aux_loss_coef=0"
+    ):
+        of_routers(0, "", str(tmp_path / "llama"), TRAIN, LENGTHS)
+    with pytest.raises(ConfigError, match=r"train.router_aux_loss_coef=0.5: .*DeepseekV3TopkRouter.*set it to 0"):
+        of_routers(0, "", paths["deepseek_v3"], TRAIN, LENGTHS)
 
 
 def held(rank: int, grid: str, path: str, train: TrainConfig) -> tuple[dict[str, tuple[tuple[int, ...], ...]], int]:

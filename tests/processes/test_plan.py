@@ -123,6 +123,28 @@ def test_a_plan_of_adapters_agrees_with_real_ranks(
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
 
 
+@pytest.mark.parametrize("grid", ["d2e2", pytest.param("d2c2e2", marks=pytest.mark.release)])
+def test_a_plan_of_the_auxiliary_loss_of_routers_agrees_with_real_ranks(
+    grid: str, tmp_path: Path, ranks: RankProcesses
+) -> None:
+    """Its further forward pass sends tokens to their experts and back. The peak stays."""
+    make_mixture_of_experts(tmp_path)
+    without, with_loss = (
+        [one for one in compare(case, tmp_path, ranks) if one.mfc == "actor_train"]
+        for case in (
+            Case("qwen3_moe", grid, "actor", True, 2, 3, LENGTHS, router_aux_loss_coef=coef) for coef in (0.0, 0.1)
+        )
+    )
+    assert [one.predicted_traffic for one in with_loss] == [one.measured_traffic for one in with_loss]
+    assert all(abs(one.error) <= 0.05 for one in with_loss)
+    for plain, found in zip(without, with_loss, strict=True):
+        assert found.measured <= 1.02 * plain.measured
+        moved, before = (one.measured_traffic["expert all_to_all"].count for one in (found, plain))
+        assert (
+            moved * 8 == before * 11
+        )  # three in a forward pass, as numbers of tokens go first, and two in a backward pass
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_plan_of_context_ranks_has_half_of_the_activations(tmp_path: Path, checkpointing: bool) -> None:
     make_tiny_model(tmp_path, "llama")

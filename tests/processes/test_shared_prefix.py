@@ -380,6 +380,16 @@ def test_the_check_at_start_finds_a_planted_fault(
     assert load(OFF).num_tokens_shared == 0
 
 
+def test_the_check_at_start_leaves_the_auxiliary_loss_of_routers_out(path_of: Callable[[str], Path]) -> None:
+    """It subtracts gradients of the same texts. Those of the auxiliary loss would be added each time, and hide a difference."""
+    model, found = ModelConfig("actor", str(path_of("qwen3_moe")), "d1", [0], trainable=True), []
+    for coef in (0.0, 1e4):
+        engine = TrainEngine(model, replace(ON, router_aux_loss_coef=coef))
+        found.append(self_check._gradients_of_sharing(engine, *self_check._texts_that_share(engine)))
+    assert found[1] == pytest.approx(found[0])
+    assert engine.router_loss is not None
+
+
 @pytest.mark.parametrize("max_tokens", [16, 64, 16384])
 def test_the_check_at_start_shares_tokens_within_any_budget(path_of: Callable[[str], Path], max_tokens: int) -> None:
     model = ModelConfig("actor", str(path_of("llama")), "d1", [0], trainable=True)

@@ -47,6 +47,7 @@ class Case:
     prefix: int = 0  # tokens that the sequences of a group share
     counts: tuple[int, ...] = ()  # sequences of each group
     lora: LoraConfig | None = None  # its base is the reference
+    router_aux_loss_coef: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.model} {self.grid} {self.role}{' checkpointing' if self.checkpointing else ''}"
@@ -80,6 +81,7 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
         ppo=PPOConfig(kl_coef=0.1, advantage_norm="batch", temperature=1.0),
         critic=CriticConfig(),
         lora=case.lora,
+        router_aux_loss_coef=case.router_aux_loss_coef,
     )
     roles = [case.role, *([REF] if case.lora is not None and case.role == ACTOR else [])]
     mfcs = [mfc.placed(case.role) for mfc in training_mfcs(train) if mfc.role in roles]

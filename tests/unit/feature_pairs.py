@@ -189,6 +189,7 @@ FEATURES: dict[str, Feature] = {
         },
         {"streaming": True, "max_tokens_per_mb": 16},
     ),
+    "auxiliary loss of routers": Feature({"router_aux_loss_coef": 0.5}),  # of a mixture of experts, too
     "words that a function reads": Feature({"words": ["words_bonus"], "mfcs": [f"{HERE}:bonus_in_words"]}),
     "model of a user that is trained": Feature(
         {"roles": {"judge": RoleConfig("", "lm", OPTIMIZER)}, "mfcs": [f"{HERE}:Imitate"]}
@@ -325,7 +326,7 @@ class Contradiction(Exception):
 
 def config_of(features: list[Feature], models: Path, *, plain: bool) -> ExperimentConfig:
     """Raises Contradiction."""
-    if any("routes" in feature.what for feature in features):
+    if any(feature.what.keys() & {"routes", "router_aux_loss_coef"} for feature in features):
         models = models / "experts"
     wanted: dict[str, Any] = {}
     whole: dict[str, Any] = {}

@@ -882,6 +882,22 @@ def test_the_traffic_of_split_experts(tmp_path, load, grid, dense, peers, exchan
         assert found["expert all_to_all"].bytes == 3 * layers * step.tokens * 2 * 8 * hidden * value
 
 
+def test_an_estimate_counts_the_forward_pass_of_the_auxiliary_loss_of_routers(tmp_path, load):
+    """Beside a forward pass, its recomputation, and a backward pass that counts twice in FLOPs and gathers once."""
+    settings = ["allocation=sglang.d1+d8e2"]
+    without, with_loss = (
+        {step.mfc: step for step in estimate_ranks(of_30b_a3b(tmp_path, load, *settings, *more))[0].steps}
+        for more in ([], ["train.router_aux_loss_coef=0.1"])
+    )
+    plain, found = without.pop("actor_train"), with_loss.pop("actor_train")
+    assert found.flops == pytest.approx(plain.flops * 5 / 4)
+    assert (found.model_flops, found.peak) == (plain.model_flops, plain.peak)
+    for name, factor in {"data all_gather": 3 / 2, "peers all_gather": 3 / 2, "expert all_to_all": 4 / 3}.items():
+        assert found.collectives[name].bytes == pytest.approx(plain.collectives[name].bytes * factor)
+    assert found.collectives["data reduce_scatter"] == plain.collectives["data reduce_scatter"]
+    assert with_loss == without
+
+
 def test_remedies_share_out_long_rows_where_activations_do_not_fit(load):
     """One row of 16,384 tokens cannot be cut into micro-batches. Context ranks come before tensor ranks."""
     config = load(

@@ -864,7 +864,9 @@ def test_preflight_refuses_a_model_that_asks_for_a_loss_of_its_routers(runnable)
     file.write_text(json.dumps(plain))
     preflight(load_experiment(runnable, []))
     file.write_text(json.dumps(plain | {"output_router_logits": True}))
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.02: .* set output_router_logits to false"):
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef=0.02, .*to false there, and train.router_aux_loss_coef=0.02"
+    ):
         preflight(load_experiment(runnable, []))
 
 

@@ -82,6 +82,9 @@ QUICK = [
     ("routes", "small micro-batches"),
     ("routes", "arriving actor_inf"),
     ("routes and minibatches in parts", "arriving_inference"),
+    ("auxiliary loss of routers", "small micro-batches"),
+    ("auxiliary loss of routers", "share_prefix"),
+    ("auxiliary loss of routers", "gradient_checkpointing"),
 ]
 
 

@@ -116,6 +116,16 @@ def test_the_critic_of_ppo_can_be_configured_and_removed(file: Path) -> None:
         ),
         (["train.ppo.policy_loss=cispo", "train.ppo.c_clip=3"], "train.ppo.c_clip=3.0: applies to policy_loss=clip"),
         (["train.share_prefix=on", "train.compile=on"], "train.share_prefix='on': is not shown to work in compiled"),
+        (
+            ["train.router_aux_loss_coef=0.1", "train.streaming=true"],
+            "train.router_aux_loss_coef=0.1: with train.streaming",
+        ),
+        (["train.router_aux_loss_coef=0.1", "train.compile=on"], "train.router_aux_loss_coef=0.1: compiled layers"),
+        (["train.router_aux_loss_coef=0.1", "train.lora={rank: 4}"], "train.router_aux_loss_coef=0.1: with train.lora"),
+        (
+            ["train.router_aux_loss_coef=0.1", "allocation=transformers.d1+p2"],
+            "train.router_aux_loss_coef=0.1: allocation=transformers.d1+p2 has pipeline stages",
+        ),
         (["train.share_prefix=on", "train.routes=replay"], "train.share_prefix='on': the copies of a shared"),
         (["train.ppo.eps_clip=2"], "train.ppo.eps_clip=2.0: must be above 0 and at most 1"),
         (["train.algorithm={a: 1}"], "train.algorithm"),
