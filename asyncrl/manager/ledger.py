@@ -508,6 +508,7 @@ class Ledger:
             ],
             rejected=list(self._rejected),
             servers=self.servers.views(),
+            released={reason: count for (what, reason), count in self.counters.items() if what == "released"},
         )
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:

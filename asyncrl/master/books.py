@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class Books:
         self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt continues from
         self._first_details: dict[str, str] = {}  # reason -> detail of the first rejection for it
         self.curriculum = Curriculum(config.tasks, config.gates, state.curriculum if state is not None else None)
+        self._released: Counter[str] = Counter()  # rollouts that did not end, by reason, since this process has begun
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._started = self._clock.time()  # if continued: minus the seconds of previous attempts
@@ -153,6 +154,10 @@ class Books:
                 f"{self._config.max_rejected_share:g} is the limit: {self.rejections()}"
             )
 
+    def release(self, counts: Mapping[str, int]) -> None:
+        """Count rollouts that were taken back, by reason. Their prompts are issued again."""
+        self._released.update(counts)
+
     def rejections(self) -> str:
         """Describe the rejections: number and remedy by reason, and the log with more details."""
         lines = rejection_lines(self.progress.rejected, self._first_details)
@@ -184,7 +189,8 @@ class Books:
         seconds since the epoch."""
         self.summary.add_step(metrics)
         self._recent_rewards.append(metrics["reward/mean"])
-        rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
+        ends = {"rejected": self.progress.rejected, "released": self._released}
+        counted = {f"{end}/{reason}": float(count) for end, by in ends.items() for reason, count in by.items()}
         times = {f"time/{name}_s": value for name, value in seconds.items()}
         about = {"time": self._clock.time(), "version": self.version.version}
         distributions: dict[str, list[float]] = {
@@ -192,7 +198,7 @@ class Books:
             "distribution/response_length": [length for meta in metas for length in meta.response_lengths],
         }
         self._metrics.write(
-            self.step, {**about, **metrics, **times, **rejected, **self.curriculum.metrics()}, distributions
+            self.step, {**about, **metrics, **times, **counted, **self.curriculum.metrics()}, distributions
         )
         start, end = train_span
         groups = [

@@ -45,6 +45,7 @@ class ManagerReports:
         self.turn: Literal["", "generation", "training"] = ""  # see MasterReport
         self._consumed: list[str] = []  # not yet acknowledged by the manager
         self._num_rejections_seen = 0
+        self._released_seen: Mapping[str, int] = {}  # by reason, of the present manager
         self._full_report_due = True
         self._stop = False  # also for managers that begin later
         self._reporting = asyncio.Lock()
@@ -101,10 +102,14 @@ class ManagerReports:
                 self._full_report_due = not view.known
                 if view.known:
                     break
-                self._num_rejections_seen = 0  # a new manager counts rejections from the start
+                self._num_rejections_seen, self._released_seen = 0, {}  # a new manager counts from the start
             del self._consumed[: len(to_report)]
             self._num_rejections_seen += len(view.rejected)
             self._books.reject(view.rejected, self._buffer.holds)
+            self._books.release(
+                {reason: count - self._released_seen.get(reason, 0) for reason, count in view.released.items()}
+            )
+            self._released_seen = view.released
             self.servers = view.servers
             return view
 

@@ -201,6 +201,7 @@ class LedgerView(Struct, frozen=True, kw_only=True):
         True  # False: a new manager that has not yet heard from every rollout worker; `live` may lack their tickets
     )
     damaged: str = ""  # the newest published weight version, while its files do not match its manifest
+    released: dict[str, int] = {}  # tickets that it has taken back, by reason
     devices_free: bool = False  # shared devices: it is training's turn, and every generation server sleeps or has ended
 
 

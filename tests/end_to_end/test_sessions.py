@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,30 @@ def ask(messages):
 question = {"role": "user", "content": json.load(sys.stdin)["text"]}
 ask([question, ask([question]), {"role": "user", "content": "again"}])
 """
+
+
+# An environment's library. The first episode of some prompts fails, each in a way of its own
+FAULTY = r"""
+import json, os, pathlib, subprocess, sys, time, urllib.request
+
+def play(settings, item, address):
+    body = json.dumps({"messages": [{"role": "user", "content": item["prompt"]}], "max_tokens": 12}).encode()
+    with urllib.request.urlopen(urllib.request.Request(address["base_url"] + "/chat/completions", body)) as reply:
+        json.load(reply)
+    tried = pathlib.Path(settings["folder"], item["prompt"])
+    if item["fault"] and not tried.exists():
+        tried.touch()
+        exec(item["fault"])
+    return 1.0
+"""
+FAULTS = {
+    "time.sleep(600)": "episode_timeout",
+    "subprocess.run(['sleep', '601.5'])": "episode_timeout",  # a slow tool
+    "sys.exit(0)": "episode_error",
+    "raise KeyError('gone')": "episode_error",
+    "held = bytearray(3_000_000_000)": "episode_error",
+    "os._exit(0)": "episode_died",
+}
 
 
 def num_answers(mask_T: np.ndarray) -> int:
@@ -138,6 +163,34 @@ def numbers_of_answers(tmp_path: Path, *settings: str) -> list[int]:
     recorded = recording_of_lineage(run.run_dir, tmp_path / "recorded")
     check_versions_of_tokens(recorded, run.run_dir)
     return [num_answers(mask_T) for one in recorded for mask_T in one.sample.slices("loss_mask")[0]]
+
+
+def test_a_fault_of_an_environment_costs_one_rollout_and_its_cause_is_a_metric(tmp_path: Path) -> None:
+    """Each prompt is trained with the rewards of episodes that ended, and none is rejected."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "tried").mkdir()
+    faults = [*FAULTS, *[""] * (3 * BATCH - len(FAULTS))]
+    lines = [json.dumps({"prompt": f"p{at}", "answer": "", "fault": fault}) for at, fault in enumerate(faults)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    arguments = {
+        "play": f"{tmp_path}/faulty.py:play",
+        "settings": {"folder": f"{tmp_path}/tried"},
+        "limit_s": 20.0,
+        "memory_bytes": 1_000_000_000,
+    }
+    task = {"agent": "asyncrl.rollout.episodes:EpisodeAgent", "agent_args": arguments}
+    answers = numbers_of_answers(
+        tmp_path, f"prompts.path={tmp_path}/prompts.jsonl", f"rollout.tasks.default={json.dumps(task)}"
+    )
+    assert answers == [1] * (3 * BATCH * GROUP)
+    assert len(list((tmp_path / "tried").iterdir())) == len(FAULTS)
+    (run_dir,) = (tmp_path / "tiny" / "runs").glob("*/*")
+    *_, last = train_steps(run_dir)
+    causes = {name.removeprefix("released/"): count for name, count in last.items() if name.startswith("released/")}
+    assert causes == Counter(FAULTS.values())
+    assert [name for name in last if name.startswith("rejected/")] == []
+    assert (last["reward/mean"], last["reward/min"]) == (1.0, 1.0)
+    assert subprocess.run(["pgrep", "-f", "sleep 601.5"], capture_output=True, check=False).stdout == b""
 
 
 def test_a_program_is_trained(tmp_path: Path) -> None:

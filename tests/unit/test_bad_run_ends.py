@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.master.books import RejectedShareError
 from asyncrl.master.publishing import REWRITE_PAUSE_S
+from asyncrl.master.report import StepTimes, step_metrics
 from asyncrl.protocol.calls import CommitCheckpoint, CommitWeights, SaveCheckpoint, SaveModel
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.manager import RejectedPrompt
@@ -27,6 +28,7 @@ from asyncrl.protocol.run_folder import name_of
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.clock import SYSTEM_CLOCK
+from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.worker import error_text
 from asyncrl.testing.runs import journal
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
@@ -109,6 +111,24 @@ async def test_every_rejected_prompt_is_in_the_journal(make: MakeMaster, tmp_pat
     ]
     assert [event["detail"] for event in events] == ["judge.py raised KeyError(3)", "", ""]
     assert master.books.progress.rejected == {"reward_error": 3}
+
+
+async def test_released_rollouts_are_counted_through_a_restart_of_the_manager(make: MakeMaster, tmp_path: Path) -> None:
+    master, replace = make(), msgspec.structs.replace
+    reports = [{"lost": 1}, {"lost": 3, "episode_timeout": 1}, None, {"lost": 2}]
+    views = [ledger() if counts is None else replace(ledger(), released=counts) for counts in reports]
+    views[2] = replace(ledger(), known=False)
+    master.manager.later = dict(enumerate(views, 1))
+    for _ in range(3):
+        await master.reports.report()
+    assert master.manager.reports == 4
+    metas = [make_meta(0)]
+    master.books.write_step(metas, step_metrics(metas, 0, StepTimes(1.0, 1.0, 0.0)), {}, (0.0, 1.0))
+    (record,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert {name: value for name, value in record.items() if name.startswith("released/")} == {
+        "released/lost": 5.0,
+        "released/episode_timeout": 1.0,
+    }
 
 
 async def test_more_rejections_than_max_rejected_share_end_the_run(make: MakeMaster) -> None:

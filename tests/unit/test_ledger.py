@@ -268,6 +268,7 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     assert rejected.detail == "issued 3 times, and the last ticket was released: server_lost"
     assert locators(desk.take(1)) == [(0, 3)]
     assert desk.ledger.counters["released", "server_lost"] == 3
+    assert desk.ledger.view().released == {"server_lost": 3}
 
 
 def test_a_prompt_rejected_after_max_issues_names_the_reason_that_its_worker_has_sent_once() -> None:
