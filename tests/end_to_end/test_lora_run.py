@@ -29,6 +29,8 @@ pytestmark = pytest.mark.timeout(900)
 
 LIMIT_S = 300.0
 ETA = 2
+# Of a token's logprob in bfloat16, beside float32; seen: 0.005. The adapter of the version before is off by 0.3
+BFLOAT16_BOUND = 0.02
 
 
 WITH_LORA = ("train.lora.rank=4", "train.optimizer.lr=0.02", "train.max_steps=8", "record.trajectories=true")
@@ -48,6 +50,7 @@ WITH_LORA = ("train.lora.rank=4", "train.optimizer.lr=0.02", "train.max_steps=8"
                     "train.streaming=true",
                 ),
                 ("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1", "train.arriving_inference=true"),
+                ("train.dtype=bfloat16", "generation.dtype=bfloat16"),
             )
         ),
     ],
@@ -66,7 +69,8 @@ def test_every_trained_token_is_of_the_adapter_that_it_names(tmp_path: Path, ove
         directory = role_dir(run.run_dir, "actor")
         assert {read_manifest(directory / str(version)).kind for version in list_versions(directory)} == {"adapter"}
         assert max(step["offpolicy/head_max"] for step in train_steps(run.run_dir)) > 0
-        assert largest_logprob_error(run.run_dir) < 1e-4
+        bound = BFLOAT16_BOUND if "generation.dtype=bfloat16" in overrides else 1e-4
+        assert largest_logprob_error(run.run_dir) < bound
         assert audit(run.run_dir).problems == []
         assert_nothing_left(run.run_dir)
 
