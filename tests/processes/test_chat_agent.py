@@ -411,7 +411,7 @@ async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
     ("arguments", "told"),
     [
         ({"trained": "first"}, "it must be last, longest or all"),
-        ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are background, chat_template_kwargs"),
+        ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are background, best_of, chat_template_kwargs"),
         ({"max_requests": 0}, "must be at least 1"),
         ({"max_session_tokens": -1}, "max_session_tokens=-1 not negative"),
     ],
@@ -535,6 +535,7 @@ async def test_each_seat_has_a_group_of_its_own(endpoint: ChatEndpoint) -> None:
     judged = session_summary(made, summary_of(made))
     assert judged.rewards == made.data["rewards"].tolist()
     assert rewards_by_seat(made, judged) == [[0, -1, 0, 0], [0, 1, 0]]
+    assert judged.num_seats == 2
     masked = zip(*map(lambda key: made.slices(key)[0], KEYS), strict=True)
     said = ["BLACK 0", "BLACK 1", "BLACK 2", "SECOND 2", "WHITE 0", "WHITE 1", "WHITE 2"]
     assert [TOKENIZER.decode(ids[mask]).removesuffix("<|im_end|>") for ids, mask in masked] == said
