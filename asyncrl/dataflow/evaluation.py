@@ -74,9 +74,9 @@ def _result(part: EvalPart, task: str, results: Sequence[EvaluatedPrompt], least
 
 def _at_k(groups: Sequence[GroupSummary], least: float) -> tuple[dict[str, Estimate], str]:
     """Return pass@k and majority@k of prompts with several responses, and why majority@k is absent. k: 1, 2, 4, ... and the number
-    of responses, of the prompt with the fewest."""
+    of responses, of the prompt with the fewest. Responses of several seats are not tries of the same: they have neither."""
     num = min((len(group.rewards) for group in groups), default=0)
-    if num < 2:
+    if num < 2 or any(group.num_seats > 1 for group in groups):
         return {}, ""
     correct = [[reward >= least for reward in group.rewards] for group in groups]
 

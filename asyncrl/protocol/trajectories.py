@@ -24,6 +24,7 @@ class GroupSummary(Struct, frozen=True, kw_only=True):
     version_end: list[int]  # of the newest one
     # In evaluations: the answers of the responses, null without one; empty if the rewards give none (rewards/score.py)
     answers: list[str | None] = []
+    num_seats: int = 1  # in evaluations: the responses are of so many seats, one seat after another
 
 
 class TrajectoryMeta(GroupSummary, frozen=True, kw_only=True):

@@ -367,6 +367,7 @@ def session_summary(sample: SequenceSample, summary: GroupSummary) -> GroupSumma
         version_start=[summary.version_start[at] for at in last],
         version_end=[summary.version_end[at] for at in last],
         answers=[answers[at] for at in last] if answers else [],
+        num_seats=len(np.unique(sample.data.get(SEATS, 0))),
     )
 
 

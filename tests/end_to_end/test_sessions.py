@@ -223,7 +223,7 @@ def test_two_seats_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         shutil.copy(Path(__file__).parents[2] / "examples" / "relay" / file, tmp_path)
     monkeypatch.chdir(tmp_path)  # paths in the config are relative to it
     subprocess.run([sys.executable, "relay.py"], check=True, timeout=LIMIT_S)
-    settings = (f"fileroot={tmp_path}/runs", "weights.fsync=false", "runtime.frozen_after_s=120")
+    settings = (f"fileroot={tmp_path}/runs", "weights.fsync=false")
     with launch("config.yaml", *settings) as run:
         assert run.wait(700.0) == 0, run.output()
     steps = train_steps(run.run_dir)

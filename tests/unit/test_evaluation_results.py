@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.text import Text
@@ -56,6 +57,15 @@ def test_prompts_count_alike_and_the_interval_is_by_prompt() -> None:
     assert result.reward.mean == 0.5  # of 0.25, 1 and 0.25
     assert result.reward.half_width == pytest.approx(1.959964 * 0.25)  # squares 0.0625 + 0.25 + 0.0625: sqrt(0.375 / 6)
     assert (result.version_min, result.version_max) == (3, 4)
+
+
+def test_responses_of_several_seats_are_no_tries_of_the_same() -> None:
+    assert _result("sampled", [_group([1.0, 0.0])]).at_k.keys() == {"pass@1", "pass@2"}
+    seats = msgspec.structs.replace(_group([1.0, 0.0]), num_seats=2)
+    result = _result("sampled", [_group([1.0, 0.0]), seats])
+    assert (result.at_k, result.no_majority) == ({}, "")
+    assert result.reward is not None
+    assert result.reward.mean == 0.5
 
 
 def test_one_prompt_has_no_interval_and_none_has_no_result() -> None:
