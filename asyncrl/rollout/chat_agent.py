@@ -30,7 +30,7 @@ from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, start_thread
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import Env
@@ -100,15 +100,16 @@ class ChatAgent(ABC):
         max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
         max_tokens: int = 0,  # for prompt and answer of a request together; 0: the generation server's limit
         max_session_tokens: int = 0,  # of all sequences of a session together; 0: unlimited
+        step_limit_s: float = 0.0,  # from an answer to the next request, or to the end of `chat`; 0: unlimited
     ) -> None:
         if trained not in ("last", "longest", "all"):
             raise ValueError(f"trained is {trained!r}; it must be last, longest or all")
         if unknown := sorted(set(ignore) - IGNORABLE):
             raise ValueError(f"ignore contains {unknown}; known are {', '.join(sorted(IGNORABLE))}")
-        if max_requests < 1 or max_sequences < 1 or max_tokens < 0 or max_session_tokens < 0:
+        if max_requests < 1 or max_sequences < 1 or min(max_tokens, max_session_tokens, step_limit_s) < 0:
             raise ValueError(
-                f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens} and "
-                f"max_session_tokens={max_session_tokens} not negative"
+                f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens}, "
+                f"step_limit_s={step_limit_s} and max_session_tokens={max_session_tokens} not negative"
             )
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -118,6 +119,7 @@ class ChatAgent(ABC):
         self.trained = trained
         self._ignore = frozenset(ignore)
         self._limits = SessionLimits(max_requests, max_sequences, max_tokens, max_session_tokens)
+        self._step_limit_s = step_limit_s
         self._threads = _Threads()
         self._told_left_out = False
 
@@ -201,7 +203,7 @@ class ChatAgent(ABC):
         async with self._threads.room if in_thread else contextlib.nullcontext():
             talking = self._start(seen, prompt, in_thread)
             try:
-                await asyncio.wait({talking, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+                await self._end_of(talking, session)
                 if session.failed.done():
                     session.failed.result()
                 if talking.cancelled():  # by itself; a revoked rollout cancels this task instead
@@ -213,6 +215,18 @@ class ChatAgent(ABC):
                     await asyncio.wait({talking})
                 elif not talking.cancelled():
                     talking.exception()  # mark it as retrieved; a relevant error has been raised already
+
+    async def _end_of(self, talking: asyncio.Future[Any], session: Session) -> None:
+        """Wait until `chat` ends or an error ends the rollout. Raises RolloutReleased if a step takes too long."""
+        limit_s, left_s, done = self._step_limit_s, self._step_limit_s, set[asyncio.Future[Any]]()
+        while not done:
+            timeout = left_s if limit_s else None
+            done, _ = await asyncio.wait(
+                {talking, session.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            left_s = limit_s - session.idle_s
+            if not done and left_s <= 0:
+                raise RolloutReleased("step_timeout", f"no request and no end came within {limit_s:g} s of an answer")
 
     def _start(self, seen: ChatSession, prompt: Prompt, in_thread: bool) -> asyncio.Future[Any]:
         if in_thread:

@@ -85,7 +85,10 @@ class Session:
         self._running: set[asyncio.Task[Response]] = set()
         self._closed = False
         self.last_refusal = ""
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_pending = 0  # requests
+        self._answered_at: float | None = None  # time of the last answer
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     # ------------------------------------------------------------------------------------------------------------- requests
 
@@ -102,9 +105,12 @@ class Session:
         """
         turn = self._begin(request)
         turn.completion_id = completion_id
+        self._num_pending += 1
         try:
             await self._respond(turn, request, on_piece)
         finally:
+            self._num_pending -= 1
+            self._answered_at = self._loop.time()
             if turn.response is None:
                 (turn.parent.children if turn.parent else self._roots).remove(turn)
         return self._end(turn, request)
@@ -285,6 +291,11 @@ class Session:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     # -------------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last answer. 0 before the first one, and while a request is pending."""
+        return 0.0 if self._num_pending or self._answered_at is None else self._loop.time() - self._answered_at
 
     @property
     def num_sequences(self) -> int:

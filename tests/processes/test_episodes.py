@@ -130,6 +130,22 @@ async def test_an_episode_that_fails_is_released_and_no_reward(
     assert sample.data["rewards"].tolist() == [1.0]
 
 
+async def test_a_step_has_a_limit_of_its_own(endpoint: ChatEndpoint, play: str) -> None:
+    """The time in which the policy answers is not in it."""
+
+    async def late(*request: Any, **more: Any) -> Any:
+        await asyncio.sleep(1.5)
+        return await echo(*request, **more)
+
+    quick = agent(play, step_limit_s=1.0, limit_s=LIMIT_S)
+    sample = await collect(quick, endpoint, late, say="hi")
+    assert sample.data["rewards"].tolist() == [1.0]
+    slow = agent(play, settings={"after": "time.sleep(600)"}, step_limit_s=1.0, limit_s=LIMIT_S)
+    with pytest.raises(RolloutReleased, match="within 1 s of an answer") as ended:
+        await collect(slow, endpoint, say="hi")
+    assert ended.value.reason == "step_timeout"
+
+
 def verifiers(name: str, *, group_size: int = 1, limit_s: float = LIMIT_S, **settings: Any) -> EpisodeAgent:
     chat: Any = {"tokenizer": TOKENIZER, "sampling": SAMPLING, "group_size": group_size}
     return VerifiersAgent(environment=name, limit_s=limit_s, **chat, **settings)
