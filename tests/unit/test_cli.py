@@ -27,13 +27,24 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.launch.checks.checklist import Check, Finding
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
-from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
+from asyncrl.launch.recovery import FINAL_MODEL
+from asyncrl.launch.rundir import (
+    SUMMARY_FILE,
+    LaunchError,
+    RunLock,
+    RunRecord,
+    begin_attempt,
+    next_attempt,
+    write_record,
+)
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 from tests.support.clock import ManualClock
 
 COMMANDS = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
 OWN = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
+
+FOLDER_CHECK = next(check for check in table.CHECKS if check.about == "the run's folder")
 
 CONFIG = """\
 experiment: small
@@ -260,6 +271,16 @@ def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path
     assert call("run", config, "allocation=transformers.d1+d1", "--dry-run")[0] == 0
     assert not (folder / "generation_server_1.yaml").exists()
     assert (folder / "notes.txt").exists()
+
+
+def test_a_resolved_config_is_shown_although_its_run_is_complete(config, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "CHECKS", (*table.CHECKS, FOLDER_CHECK))
+    run_dir = tmp_path / "runs" / "small" / "t0"
+    (run_dir / FINAL_MODEL).mkdir(parents=True)
+    (run_dir / SUMMARY_FILE).write_text("{}")
+    assert call("run", config, "--dry-run")[0] == 2
+    code, out, _ = call("config", config, "--resolved")
+    assert (code, "recover: auto" in out) == (0, True)
 
 
 @pytest.mark.parametrize(

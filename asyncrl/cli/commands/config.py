@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -75,8 +75,11 @@ def show(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _show_resolved(arguments: argparse.Namespace) -> int:
-    draft = draft_experiment(arguments.field, arguments.overrides)
-    config = shown_config(*checked(draft, Console(stderr=True), download=False))
+    asked = draft_experiment(arguments.field, arguments.overrides)
+    # Nothing is started, so a complete run in the folder is no obstacle
+    draft = replace(asked, config=replace(asked.config, recover="off"))
+    found = shown_config(*checked(draft, Console(stderr=True), download=False))
+    config = replace(found, recover=asked.config.recover)
     if arguments.json:
         print_json(redact(asdict(config)))
     else:
