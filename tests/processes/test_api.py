@@ -17,6 +17,7 @@ from asyncrl.api import Run, RunFailed
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import is_running
 from asyncrl.runtime.process import python_module
+from asyncrl.testing.faults.processes import command_line
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run
 
 LIMIT_S = 300.0
@@ -91,7 +92,8 @@ def test_an_interrupt_before_the_start_stops_the_launcher(config, detach):
     else:
         command = [sys.executable, "-c", _INTERRUPTED, *overrides]
     script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    (launcher,) = until(lambda: psutil.Process(script.pid).children())
+    children = psutil.Process(script.pid).children
+    (launcher,) = until(lambda: [child for child in children() if "asyncrl.cli.main" in command_line(child)])
     until(lambda: launcher.cpu_times().user > 0.3)  # it imports, and the script waits for it
     script.send_signal(signal.SIGINT)
     out, _ = script.communicate(timeout=60)
