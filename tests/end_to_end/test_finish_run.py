@@ -1,10 +1,11 @@
 """A whole run with adapters and generation.interrupt=finish: responses finish under the version with which they began, while others
-run under newer ones. A server is killed meanwhile."""
+run under newer ones. A server is killed at work meanwhile, and the other one in an update."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.protocol.versions import WeightVersion
@@ -12,6 +13,7 @@ from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
 from tests.support.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
+from tests.support.live_runs import freeze_at_work
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,7 +35,7 @@ def test_responses_finish_under_the_version_with_which_they_began(tmp_path: Path
         "train.lora.rank=4",
         "train.optimizer.lr=0.02",
         "train.batch_size=4",
-        "train.max_steps=8",
+        "train.max_steps=16",
         f"manager.max_head_offpolicyness={ETA}",
         "manager.lease_s=12",
         "manager.update_timeout_s=8",
@@ -46,6 +48,9 @@ def test_responses_finish_under_the_version_with_which_they_began(tmp_path: Path
         "weights.keep=1000",
         env=die_in_update(tmp_path / "fault", server=1, version=4),
     ) as run:
+        run.wait_for_step(2, LIMIT_S)
+        (victim,), _ = freeze_at_work(run, lambda: [psutil.Process(run.worker("generation_server/0").pid)])
+        victim.kill()
         assert run.wait(LIMIT_S) == 0, run.output()
         assert has_struck(tmp_path / "fault")
         beside = [ran_beside_a_newer_version(file) for file in (run.run_dir / "journal").glob("generation_server_*")]
