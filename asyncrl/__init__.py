@@ -4,7 +4,6 @@ DESIGN.md in the repository is the map; each module's docstring places it in the
 """
 
 import sys
-from typing import Any
 
 if sys.argv and sys.argv[0] == "-m" and not sys.flags.safe_path:
     # `python -m asyncrl...` puts the current folder first. It comes last, so that a user's queue.py replaces no module
@@ -13,7 +12,7 @@ if sys.argv and sys.argv[0] == "-m" and not sys.flags.safe_path:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """`from asyncrl import Run`. Imported when it is used: most processes of a run need only their own part of the package."""
     if name == "Run":
         from asyncrl.api import Run

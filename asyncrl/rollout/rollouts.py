@@ -248,7 +248,6 @@ class Rollouts:
         journal: BackgroundJournal,
         services: Services,
     ) -> None:
-        self.timeout_s = rollout.rollout_timeout_s
         self._rollout, self._data, self._tasks = rollout, data, tasks
         self._client, self._pusher, self._endpoint, self._journal = client, pusher, endpoint, journal
         self._board, self._logger = services.board, services.logger

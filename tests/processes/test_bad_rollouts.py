@@ -92,6 +92,11 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     await made.close()
 
 
+def limit_rollouts(stage: Stage, limit_s: float) -> None:
+    for task in stage.worker.rollouts._tasks._tasks.values():
+        task.rollout = replace(task.rollout, rollout_timeout_s=limit_s)
+
+
 async def outcomes_of(stage: Stage, rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """(outcome, reason, detail) of a rollout of each row, one after another. A valid rollout follows at the end.
 
@@ -102,7 +107,7 @@ async def outcomes_of(stage: Stage, rows: list[dict[str, Any]]) -> list[tuple[st
     for position, row in enumerate(stage.rows):
         limit_s = row.get("rollout_timeout_s", stage.rollout.rollout_timeout_s)
         await stage.until_it_runs()
-        stage.worker.rollouts.timeout_s = limit_s
+        limit_rollouts(stage, limit_s)
         await stage.grant(stage.ticket(position))
         await stage.results(position + 1)
     await stage.end()
@@ -160,7 +165,8 @@ async def test_training_s_turns_do_not_count_in_rollout_timeout_s(stage: Stage) 
     stage.server.script_beyond = 4  # with four tokens of each response
     await stage.start()
     await stage.until_it_runs()
-    limit_s = stage.worker.rollouts.timeout_s = 2.0
+    limit_s = 2.0
+    limit_rollouts(stage, limit_s)
     await stage.grant(stage.ticket(0))
     async with stage.manager.changed:
         await asyncio.wait_for(stage.manager.changed.wait_for(lambda: stage.manager.schedules), LIMIT_S)
