@@ -34,6 +34,7 @@ _PATIENT = {  # limits of waits for a process that the user starts
     "train.call_timeout_s",
     "train.data_timeout_s",
 }
+_PATIENT_OF_TASKS = ("reward_timeout_s", "rollout_timeout_s")
 # By the kind of file (limits.Rule): the ends of texts that name a file; other texts name none
 _SUFFIXES: dict[str, str | tuple[str, ...]] = {"code": ".py", "data": (".jsonl", ".parquet")}
 _SPARE_S = 60.0  # margin between the limit of the last checkpoint and a job's time limit
@@ -133,8 +134,10 @@ def _patient(config: ExperimentConfig, _: Facts) -> ExperimentConfig:
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s
+    of_tasks = {f"rollout.tasks.{name}.{end}" for name in config.rollout.tasks for end in _PATIENT_OF_TASKS}
+    raised = _PATIENT | of_tasks
     return with_leaves(
-        config, lambda path, value, _: max(value, wait_s) if path in _PATIENT and value != AUTO else value
+        config, lambda path, value, _: max(value, wait_s) if path in raised and value not in (AUTO, None) else value
     )
 
 

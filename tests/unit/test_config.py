@@ -487,9 +487,11 @@ def test_the_bytes_of_all_models_that_a_config_names_count(config_file, tmp_path
 
 
 def test_every_wait_for_a_process_that_the_user_starts_is_long_enough(config_file):
-    asked = load_experiment(config_file, ["debug.leave_out=[rollout_worker/0]", "debug.wait_s=7000"])
+    own = "rollout.tasks.default.reward_timeout_s"
+    asked = load_experiment(config_file, ["debug.leave_out=[rollout_worker/0]", "debug.wait_s=7000", f"{own}=5"])
     values = {path: value for path, value, _ in leaf_values(resolve(asked, Facts(model_bytes=0)))}
-    assert {values.get(path) for path in _PATIENT} == {7000.0}
+    assert {values.get(path) for path in [*_PATIENT, own]} == {7000.0}
+    assert values["rollout.tasks.default.rollout_timeout_s"] is None
 
 
 def resolved(file, *overrides, on_gpu):
