@@ -3,7 +3,7 @@
 DESIGN.md in the repository is the map; each module's docstring places it in the dataflow.
 """
 
-import sys
+import sys  # and no other module: it could be a file of the user's current folder
 
 if sys.argv and sys.argv[0] == "-m" and not sys.flags.safe_path:
     # `python -m asyncrl...` puts the current folder first. It comes last, so that a user's queue.py replaces no module

@@ -46,7 +46,8 @@ class RunFailed(RuntimeError):
 
 
 class Run:
-    """A run of this process. The constructor returns when the run has been checked and starts. Raises ConfigError, RunFailed."""
+    """A run of this process. The constructor returns when the run has been checked and starts. It waits as long as the launcher
+    checks, which may download the model; Ctrl-C ends the wait and the launcher. Raises ConfigError, RunFailed."""
 
     def __init__(self, config: str | Path, overrides: Sequence[str] = (), *, command: str = "run") -> None:
         """config: a YAML file. overrides: `key=value`. command: `resume` continues the run whose folder `config` is."""
