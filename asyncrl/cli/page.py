@@ -183,7 +183,10 @@ class Page:
 
     def _processes(self, query: Mapping[str, str]) -> object:
         run_dir = self._of(query).run_dir
-        record = read_record(run_dir)
+        try:
+            record = read_record(run_dir)
+        except LaunchError as error:  # it is damaged
+            return {"title": str(error), "notes": [], "workers": []}
         if record is None or not goes_on(run_dir, record):
             notes = [redact_urls(f"it failed: {record.failure}")] if record is not None and record.failure else []
             return {"title": not_running(run_dir, record), "notes": notes, "workers": []}
