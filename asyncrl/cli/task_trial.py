@@ -28,6 +28,7 @@ from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.reward import Completion, call_arguments
 
 _CLASS_CHECK = "asyncrl.rollout.rollouts:check_class"
+_VERIFIERS, _EPISODE = "verifiers:", "asyncrl.rollout.verifiers_episode:play"
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+).*$', re.MULTILINE)
 _NOT_THE_USERS = tuple(
     str(folder)
@@ -86,6 +87,8 @@ async def _try_task(
             continue
         try:
             await _ask(_CLASS_CHECK, rollout, partial(_class_call, f"rollout.tasks.{name}", task, kind))
+            if kind == "agent" and spec.startswith(_VERIFIERS):
+                await _ask(_EPISODE, rollout, partial(_empty_episode, task), str(arguments.get("python", "")))
         except _TrialFailed as error:
             return _failed(f"rollout.tasks.{name}.{kind}", spec or f"the default {kind}", error)
         if spec:
@@ -113,10 +116,11 @@ def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:
     return Finding(field, "fail", f"{spec} {error}", "fix it, and run the check again")
 
 
-async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call]) -> float:
+async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call], python: str = "") -> float:
     """Call the function named by spec once in a judge process, and return its number. Raises _TrialFailed if the call fails.
 
-    call: makes the arguments of that call from the names of the optional arguments that the function takes.
+    call: makes the arguments of that call from the names of the optional arguments that the function takes. python: the interpreter
+    of the process; "": this one.
     """
     try:
         judges = Judges(
@@ -125,6 +129,7 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
             most=1,
             most_async=1,
             logger=_LOGGER,
+            python=python,
             output=_STDERR,
         )
     except ConfigError as error:
@@ -149,6 +154,12 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
 
 def _class_call(field: str, task: TaskConfig, kind: str, _taken: Sequence[str]) -> Call:
     return (field, asdict(task), kind), {}
+
+
+def _empty_episode(task: TaskConfig, _taken: Sequence[str]) -> Call:
+    """Without an address it only makes the environment."""
+    settings = {"environment": task.agent.removeprefix(_VERIFIERS), "config": task.agent_args.get("config") or {}}
+    return (settings, {}, {}), {}
 
 
 def user_error(text: str) -> str:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
@@ -85,6 +86,20 @@ class VerifiersAgent(EpisodeAgent):
     ) -> None:
         settings = {"environment": environment, "config": dict(config or {})}
         super().__init__(play="asyncrl.rollout.verifiers_episode:play", settings=settings, **episode)
+
+    async def start(self) -> None:
+        """Wait until the environment is made. Raises ConfigError if no episode of it can be played."""
+        await super().start()
+        try:
+            answer = await self._judges.ask([((self._settings, {}, {}), {})], self._limit_s)
+        except TimeoutError:
+            answer = {"error": f"it took more than {self._limit_s:g} s"}
+        except JudgeDied as error:
+            answer = {"error": f"it ended its process: {error}"}
+        if "error" in answer:
+            _LOGGER.error("%s", answer.get("traceback", ""))
+            name = self._settings["environment"]
+            raise ConfigError(f"the environment {name!r} of verifiers cannot be made: {answer['error']}")
 
 
 @functools.cache

@@ -22,7 +22,8 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+from verifiers.v1.utils.compile import validate_pairing
+from verifiers.v1.utils.loaders import default_harness_id, load_environment, load_harness, resolve_env_config
 
 from asyncrl.rollout import verifiers_harness
 
@@ -34,13 +35,17 @@ sys.modules[_HARNESS] = verifiers_harness  # verifiers finds harnesses by the na
 Seats = list[tuple[str, float, str]]  # seat, reward, speaker
 
 
-def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats:
+def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats | float:
     """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping.
 
     Returns the reward of each seat that is trained. A seat is an agent of verifiers', and each of its runs a speaker, which
     verifiers' client names in the header X-Session-ID. Raises RuntimeError with the cause if the episode failed: its reward would
     be 0.
+    Without an address it plays nothing, and only makes the environment. Raises verifiers' error if no episode could be played.
     """
+    if not address:
+        _check(_loaded(json.dumps(settings, sort_keys=True)))
+        return 0.0
     return asyncio.run(_play(settings, int(item["index"]), address))
 
 
@@ -72,6 +77,13 @@ def _loaded(settings: str) -> Any:
     return load_environment(_config(given["environment"], given.get("config", {})))
 
 
+def _check(environment: Any) -> None:
+    """Check what verifiers checks in each episode: whether the harness of each role fits the tasks and the runtime."""
+    roles, task = agent_config_fields(environment.config), type(environment.taskset).task_type()
+    for role, harness in environment.config.agent_harnesses().items():
+        validate_pairing(load_harness(harness), task, roles[role].runtime)
+
+
 def _task(environment: Any, index: int) -> Any:
     """A process keeps the tasks of a bounded set, and makes those of another one anew up to this task."""
     if environment.taskset.bounded:
@@ -85,11 +97,21 @@ def _tasks(environment: Any) -> list[Any]:
 
 
 def _config(name: str, given: Mapping[str, Any]) -> Any:
-    """verifiers' config. A role that is not configured runs in this process: verifiers' defaults are a remote runtime and a program
-    that it installs for each episode."""
+    """verifiers' config. A role runs in this process, unless the environment or the config has a runtime or a harness for it:
+    verifiers' defaults are a remote runtime and a program that it installs for each episode."""
     raw = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
-    for role in agent_config_fields(resolve_env_config(raw)):
-        raw[role] = {"runtime": {"type": "subprocess"}, "harness": {"id": _HARNESS}, **given.get(role, {})}
+    config = resolve_env_config(raw)
+    has_harness = default_harness_id(name) == name
+    for role in agent_config_fields(config):
+        agent = type(config).model_fields[role].default  # as the environment declares it
+        raw[role] = {}
+        if "runtime" not in agent.model_fields_set:
+            raw[role]["runtime"] = {"type": "subprocess"}
+        if agent.harness is None and not has_harness:
+            raw[role]["harness"] = {"id": _HARNESS}
+        elif agent.harness is not None and agent.harness.id == "null":  # the same program
+            raw[role]["harness"] = {**agent.harness.model_dump(exclude_unset=True), "id": _HARNESS}
+        raw[role] |= given.get(role, {})
     return resolve_env_config(raw)
 
 
@@ -97,8 +119,13 @@ def _rows(name: str, limit: int) -> None:
     taskset = load_environment(_config(name, {})).taskset
     for index, task in enumerate(itertools.islice(taskset, limit)):
         prompt = task.data.prompt
-        text = prompt if isinstance(prompt, str) else " ".join(str(message.content) for message in prompt or ())
+        text = prompt if isinstance(prompt, str) else " ".join(_text(message.content) for message in prompt or ())
         print(json.dumps({"index": index, "text": text or name, "answer": ""}))
+
+
+def _text(content: Any) -> str:
+    """Of a message. Parts of other kinds, such as images, are left out."""
+    return content if isinstance(content, str) else " ".join(part.text for part in content or () if part.type == "text")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,17 @@ class InProcessHarness(NullHarness):  # type: ignore[misc]
             summarize_at_tokens=None,
         )
         core.parse_args = lambda: arguments  # which `main` calls first, before it awaits
-        await core.main()
+        try:
+            await core.main()
+        except ExceptionGroup as error:  # verifiers would only tell how many errors there are
+            raise RuntimeError("; ".join(f"{type(one).__name__}: {one}" for one in _errors_of(error))) from error
         return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+def _errors_of(error: Exception) -> list[Exception]:
+    return (
+        [one for part in error.exceptions for one in _errors_of(part)] if isinstance(error, ExceptionGroup) else [error]
+    )
 
 
 def _written(messages: Any) -> str:

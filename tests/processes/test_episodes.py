@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -158,6 +160,29 @@ async def test_an_environment_of_verifiers(endpoint: ChatEndpoint, monkeypatch: 
     assert TOKENIZER.decode(sample.slices("packed_input_ids")[0][0]).endswith("HO<|im_end|>")
 
 
+async def test_an_environment_that_cannot_be_played_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"'no_such' of verifiers cannot be made: .*taskset 'no_such' not found"):
+        await verifiers("no_such").start()
+
+
+async def test_an_environment_plays_with_its_own_harness(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verifiers refuses a program that needs a container for the runtime of this process."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+    sample = await collect(verifiers("whisper"), endpoint, index=0)
+    assert sample.data["rewards"].tolist() == [1.0]
+    with pytest.raises(ConfigError, match="needs a container runtime"):
+        await verifiers("whisper", config={"agent": {"harness": {"id": "codex"}}}).start()
+
+
+async def test_images_are_left_out_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    write = [sys.executable, "-m", "asyncrl.rollout.verifiers_episode", "whisper"]
+    rows = await asyncio.to_thread(subprocess.run, write, check=True, capture_output=True, timeout=LIMIT_S)
+    assert json.loads(rows.stdout) == {"index": 0, "text": "hi", "answer": ""}
+
+
 @pytest.mark.release
 async def test_an_environment_whose_tasks_never_end(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
@@ -273,6 +298,13 @@ async def test_tools_by_mcp(endpoint: ChatEndpoint, with_tools: None) -> None:
     assert sample.data["rewards"].tolist() == [1.0]
     ids, sampled = sample.slices("packed_input_ids")[0][0], sample.slices("loss_mask")[0][0]
     assert TOKENIZER.decode(ids[sampled]).count("<|im_end|>") == 2
+
+
+@pytest.mark.release
+async def test_the_error_names_why_a_tool_server_is_not_reached(endpoint: ChatEndpoint, with_tools: None) -> None:
+    elsewhere = {"taskset": {"task": {"numbers": {"url": "http://127.0.0.1:9/mcp"}}}}
+    with pytest.raises(RolloutReleased, match="ConnectError"):
+        await collect(verifiers("adder", config=elsewhere), endpoint, call_add, index=0)
 
 
 @pytest.mark.release

@@ -163,6 +163,7 @@ def test_the_failure_of_a_reward_in_a_thread_is_only_a_warning(folder):
         ),
         ({"agent": "classes.py:Mine"}, "agent", "must be a subclass of asyncrl.rollout.agent.Agent or "),
         ({"agent": "broken.py:Agent"}, "agent", "broken.py:2)"),
+        ({"agent": "verifiers:no_such"}, "agent", "taskset 'no_such' not found"),
     ],
 )
 def test_agents_and_environments_are_imported(folder, task, field, told):
