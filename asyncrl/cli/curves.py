@@ -6,11 +6,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate
 from statistics import fmean
 
+import numpy as np
+
 from asyncrl.algorithms.metrics import METRICS, EvalName, at_most_k
-from asyncrl.cli.run_files import NAN, Record, Run, RunFiles, number
+from asyncrl.cli.run_files import NAN, Columns, Numbers, Run, RunFiles
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 
@@ -28,8 +31,8 @@ class Curve:
     run: str
     name: str  # e.g. `evaluation, greedy`
     role: int  # selects line style or marker; the same measure has the same role in all runs
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: Numbers
+    y: Numbers
     points: bool = False  # draw points without a line, because only some steps have a value
 
 
@@ -54,7 +57,7 @@ class Picture:
     missing: tuple[str, ...]  # one text for each panel or curve that has no data, with the reason
 
 
-Value = Callable[[Run, Record], float]
+Value = Callable[[Run, Columns], Numbers]  # of each record of these columns; NaN if it has none
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
         elif absent:
             missing.append(f"{title}, {' and '.join(absent)}: no step has it")
         if curves:
-            lowest = min(y for curve in curves for y in curve.y if math.isfinite(y))
+            lowest = min(np.fmin.reduce(curve.y) for curve in curves)
             bottom = 0.0 if lowest >= 0 else None
             stacked = len(runs) == 1 and name in _STACKED
             panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked))
@@ -110,8 +113,7 @@ def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
 
 def _keys(runs: Sequence[Run]) -> list[str]:
     """The names of all metrics of the runs."""
-    records = [record for run in runs for record in (*run.steps, *run.evaluations)]
-    return sorted({key for record in records for key in record})
+    return sorted({key for run in runs for columns in (run.columns, run.evaluated) for key in columns})
 
 
 def _age_panels(runs: Sequence[Run]) -> list[Panel]:
@@ -124,12 +126,10 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
         for role, (name, key) in enumerate((("first token", "head"), ("last token", "tail"))):
             counts = run.ages[key]
             total = sum(counts.values())
-            y = tuple(100 * count / total for count in counts.values())
-            shares.append(Curve(run.name, name, role, tuple(map(float, counts)), y))
+            shares.append(_points(run.name, name, role, [(float(age), 100 * n / total) for age, n in counts.items()]))
         bins = run.ages["by_length"]
-        x = tuple(float(entry["tokens_min"]) for entry in bins)
         for role, (name, key) in enumerate((("mean", "head_mean"), ("oldest", "head_max"))):
-            lengths.append(Curve(run.name, name, role, x, tuple(float(entry[key]) for entry in bins)))
+            lengths.append(_points(run.name, name, role, [(entry["tokens_min"], entry[key]) for entry in bins]))
     if not shares:
         return []
     return [
@@ -198,11 +198,11 @@ def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
         _Measure("waits for weights", _share("time/wait_weights_s")),
     ]
     if len(runs) > 1:
-        waits = [_Measure("trainer waits", lambda run, record: 100 - _share("time/train_s")(run, record))]
+        waits = [_Measure("trainer waits", lambda run, columns: 100 - _share("time/train_s")(run, columns))]
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
     parts = [part for part in _names(runs, r"time/(\w+)_s") if part not in _WHOLE_STEP]
     ages = sorted(map(int, _names(runs, r"offpolicy/head_count/(\d+)"))) if len(runs) == 1 else []
-    keys = dict.fromkeys(key for run in runs for record in run.evaluations for key in record)
+    keys = dict.fromkeys(key for run in runs for key in run.evaluated)
     rewards = [name for name in filter(None, map(EvalName.parse, keys)) if name.value == "reward" and not name.task]
     return {
         "reward": [_evaluated(name, "") for name in rewards if name.eval_set],
@@ -233,81 +233,76 @@ def _evaluated(name: EvalName, shown: str) -> _Measure:
     return _Measure(label, _metric(str(name)), of_evaluations=True, optional=True)
 
 
-def _step_of(record: Record) -> float:
-    return number(record, "step")
-
-
-def _curve(run: Run, measure: _Measure, role: int, x_of: Callable[[Record], float] = _step_of) -> Curve | None:
-    """The curve of a measure; None if it has no finite value. x_of: the place of a record on the horizontal axis."""
-    records = run.evaluations if measure.of_evaluations else run.steps
-    y = tuple(measure.value(run, record) for record in records)
-    if not any(map(math.isfinite, y)):
+def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
+    """The curve of a measure over the steps; None if it has no finite value."""
+    columns = run.evaluated if measure.of_evaluations else run.columns
+    y = measure.value(run, columns)
+    if not np.isfinite(y).any():
         return None
-    x = tuple(map(x_of, records))
-    return Curve(run.name, measure.name, role, x, y, points=measure.of_evaluations)
+    return Curve(run.name, measure.name, role, columns["step"], y, points=measure.of_evaluations)
 
 
 def _names(runs: Sequence[Run], pattern: str) -> list[str]:
     """The names in the keys of the runs' steps that match the pattern, in their first order."""
-    keys = dict.fromkeys(key for run in runs for record in run.steps for key in record)
+    keys = dict.fromkeys(key for run in runs for key in run.columns)
     return [match[1] for key in keys if (match := re.fullmatch(pattern, key))]
 
 
-def _memory(_: Run, record: Record) -> float:
-    peaks = [number(record, key) for key in record if key.startswith("memory/model_worker_")]
-    return max((peak / 2**30 for peak in peaks if math.isfinite(peak)), default=NAN)
-
-
 def _metric(key: str) -> Value:
-    return lambda _, record: number(record, key)
+    return lambda _, columns: columns[key]
 
 
 def _percent(key: str) -> Value:
-    return lambda _, record: 100 * number(record, key)
+    return lambda _, columns: 100 * columns[key]
+
+
+def _ratio(part: Numbers, whole: Numbers) -> Numbers:
+    """NaN where the whole is not positive."""
+    return np.divide(part, whole, out=np.full_like(whole, NAN), where=whole > 0)
 
 
 def _share(key: str) -> Value:
-    def percent(_: Run, record: Record) -> float:
-        seconds = number(record, "time/step_s")
-        return 100 * number(record, key) / seconds if seconds > 0 else NAN
+    return lambda _, columns: _ratio(100 * columns[key], columns["time/step_s"])
 
-    return percent
+
+def _memory(_: Run, columns: Columns) -> Numbers:
+    peaks = [columns[key] for key in columns if key.startswith("memory/model_worker_")]
+    return reduce(np.fmax, peaks, np.full_like(columns["step"], NAN)) / 2**30
 
 
 def _of_age(age: int) -> Value:
-    def percent(_: Run, record: Record) -> float:
-        counts = [number(record, key) for key in record if key.startswith("offpolicy/head_count/")]
-        total = sum(count for count in counts if math.isfinite(count))
-        count = number(record, f"offpolicy/head_count/{age}")
-        return 100 * (count if math.isfinite(count) else 0.0) / total if total > 0 else NAN
+    def percent(_: Run, columns: Columns) -> Numbers:
+        ages = (columns[key] for key in columns if key.startswith("offpolicy/head_count/"))
+        counts = columns[f"offpolicy/head_count/{age}"]
+        return _ratio(100 * np.nan_to_num(counts), sum(map(np.nan_to_num, ages), np.zeros_like(counts)))
 
     return percent
 
 
-def _mixed(_: Run, record: Record) -> float:
-    responses = number(record, "batch/num_sequences")
-    return 100 * number(record, "batch/num_sequences_of_two_versions") / responses if responses > 0 else NAN
+def _mixed(_: Run, columns: Columns) -> Numbers:
+    return _ratio(100 * columns["batch/num_sequences_of_two_versions"], columns["batch/num_sequences"])
 
 
-def _steps_per_s(_: Run, record: Record) -> float:
-    seconds = number(record, "time/step_s")
-    return 1 / seconds if seconds > 0 else NAN
+def _steps_per_s(_: Run, columns: Columns) -> Numbers:
+    seconds = columns["time/step_s"]
+    return _ratio(np.ones_like(seconds), seconds)
 
 
-def _generation_idle(run: Run, record: Record) -> float:
+def _generation_idle(run: Run, columns: Columns) -> Numbers:
     """The share of a step's duration, in percent, in which no server generated; measured in tenths of a second.
 
     NaN if unknown. Servers write their journals once a second, so while the run is running, a step that ended after the newest
     entry is unknown.
     """
-    end, seconds = number(record, "time"), number(record, "time/step_s")
-    if run.generating.newest < 0 or not seconds > 0 or not math.isfinite(end):
-        return NAN
-    first = math.floor((end - seconds) / JOURNAL_BUCKET_S)
-    last = max(math.floor(end / JOURNAL_BUCKET_S), first + 1)
-    if run.going_on and last > run.generating.newest:
-        return NAN
-    return 100 * (1 - run.generating.count(first, last) / (last - first))
+    end, seconds = columns["time"], columns["time/step_s"]
+    first = np.floor((end - seconds) / JOURNAL_BUCKET_S)
+    last = np.maximum(np.floor(end / JOURNAL_BUCKET_S), first + 1)
+    newest = run.generating.newest
+    known = (newest >= 0) & (seconds > 0) & (last <= (newest if run.going_on else np.inf))
+    spans = zip(first[known].astype(int).tolist(), last[known].astype(int).tolist(), strict=True)
+    idle = np.full_like(end, NAN)
+    idle[known] = [100 * (1 - run.generating.count(begin, to) / (to - begin)) for begin, to in spans]
+    return idle
 
 
 # ------------------------------------------------------------------------------------------------------------ over time
@@ -316,11 +311,9 @@ def _generation_idle(run: Run, record: Record) -> float:
 def timeline(files: RunFiles, run: Run | None) -> list[Panel]:
     """The panels of a run over the time since its first event: throughput and idle time of the steps of `run` (None: it has none),
     and of all attempts the tokens and versions of each server, and rejections with attempts, restarts and faults."""
-    steps = [record for record in run.steps if math.isfinite(number(record, "time"))] if run is not None else []
-    times = [
-        *(number(record, "time") for record in steps[:1]),
-        *(time for time, _ in (*files.events, *files.published)),
-    ]
+    timed = run.columns.at(np.flatnonzero(np.isfinite(run.columns["time"]))) if run is not None else Columns()
+    ended = timed["time"]
+    times = [*ended[:1].tolist(), *(time for time, _ in (*files.events, *files.published))]
     begin = min(times, default=0.0)
     rates, versions, rejected = [], [], []
     for role, (name, server) in enumerate(sorted(files.servers.items()), 1):
@@ -339,20 +332,25 @@ def timeline(files: RunFiles, run: Run | None) -> list[Panel]:
         Panel("rejected", "Rejected prompts; faults as points", "prompts so far", tuple(rejected), x=SECONDS),
     ]
     if run is not None:
-        timed = replace(run, steps=steps)
-        for name, title, unit, top, measures in _plan([timed]):
+        run = replace(run, columns=timed)
+        for name, title, unit, top, measures in _plan([run]):
             curves = (
-                _curve(timed, measure, role, lambda record: number(record, "time") - begin)
+                replace(curve, x=ended - begin)
                 for role, measure in enumerate(measures)
-                if name in ("tokens", "time_shares")
+                if name in ("tokens", "time_shares") and (curve := _curve(run, measure, role)) is not None
             )
-            panels.append(Panel(name, title, unit, tuple(filter(None, curves)), top=top, x=SECONDS))
-    shown = [replace(panel, curves=tuple(curve for curve in panel.curves if curve.x)) for panel in panels]
+            panels.append(Panel(name, title, unit, tuple(curves), top=top, x=SECONDS))
+    shown = [replace(panel, curves=tuple(curve for curve in panel.curves if len(curve.x))) for panel in panels]
     return [panel for panel in shown if panel.curves]
 
 
 def _over_time(name: str, role: int, begin: float, points: Sequence[tuple[float, float]]) -> Curve:
-    return Curve("", name, role, tuple(time - begin for time, _ in points), tuple(value for _, value in points))
+    return _points("", name, role, [(time - begin, value) for time, value in points])
+
+
+def _points(run: str, name: str, role: int, points: Sequence[tuple[float, float]]) -> Curve:
+    x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    return Curve(run, name, role, x, y)
 
 
 def thinned(shown: Panel, most: int) -> Panel:
@@ -364,16 +362,17 @@ def _thinned(curve: Curve, most: int) -> Curve:
     if len(curve.x) <= most:
         return curve
     width = math.ceil(2 * len(curve.x) / most)
-    kept = []
-    for begin in range(0, len(curve.x), width):
-        finite = [at for at in range(begin, min(begin + width, len(curve.x))) if math.isfinite(curve.y[at])]
-        kept += (
-            sorted({min(finite, key=curve.y.__getitem__), max(finite, key=curve.y.__getitem__)}) if finite else [begin]
-        )
-    return replace(curve, x=tuple(curve.x[at] for at in kept), y=tuple(curve.y[at] for at in kept))
+    begins = np.arange(0, len(curve.x), width)
+    padded = np.full(len(begins) * width, NAN)
+    padded[: len(curve.y)] = curve.y
+    stretches = padded.reshape(-1, width)
+    there = np.isfinite(stretches)
+    ends = (np.where(there, stretches, np.inf).argmin(axis=1), np.where(there, stretches, -np.inf).argmax(axis=1))
+    kept = np.unique([begins + end for end in ends])
+    return replace(curve, x=curve.x[kept], y=curve.y[kept])
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
+def smoothed(values: Sequence[float] | Numbers, window: int) -> list[float]:
     """Running mean over the finite values in a window around each value; NaN stays NaN."""
     half = window // 2
     means = []
@@ -414,8 +413,8 @@ def panel_object(panel: Panel) -> dict[str, object]:
             {
                 "run": curve.run,
                 "name": curve.name,
-                "x": curve.x,
-                "y": [y if math.isfinite(y) else None for y in curve.y],
+                "x": curve.x.tolist(),
+                "y": [y if math.isfinite(y) else None for y in curve.y.tolist()],
             }
             for curve in panel.curves
         ],

@@ -44,7 +44,10 @@ from asyncrl.runtime.metrics import METRICS_FILE
 _POINTS = 500  # most points of a curve
 # An answer is given again for this long. With the page's turns a record is on the screen within a second
 _FRESH_S = 0.3
-_FRESH_PROCESSES_S = 1.0  # the same for an answer for which name resolve is asked
+_FRESH_SLOW_S = (
+    1.0  # the same for an answer for which name resolve is asked, or a folder with a file for each group is listed
+)
+_SLOW = ("processes", "trajectories")
 _TOKENS_TENTHS = 50  # curves of the servers' tokens are made anew for each five seconds of tokens
 _MOST_ANSWERS = 32  # kept
 _MOST_SEARCHED, _MOST_FOUND = 2000, 200  # recorded trajectories
@@ -79,11 +82,15 @@ class Page:
         self._run_dirs, self._clock = run_dirs, clock
         self._files = {name: RunFiles(path) for name, path in run_dirs.items()}
         self._one_at_a_time = asyncio.Lock()
-        self._groups: dict[Path, dict[str, Any]] = {}  # the newest recorded files of one run
+        self._groups: dict[str, dict[str, Any]] = {}  # the newest recorded files of one run
         self._surroundings: tuple[Path, Surroundings] | None = None
         self._entries: dict[Path, tuple[object, RunEntry]] = {}  # and what each was made from
         self._timeline: tuple[object, object] = (None, None)  # of one run, and what it was made from
-        self._answers: dict[str, tuple[float, bytes]] = {}  # request -> (monotonic seconds, JSON); the oldest first
+        self._answers: dict[
+            str, tuple[float, bytes, str]
+        ] = {}  # request -> (monotonic seconds, JSON, tag); the oldest first
+        self._num_contents = 0
+        self._encodings: dict[str, tuple[object, bytes]] = {}  # view -> its newest content, and that as JSON
 
         self.views: dict[str, View] = {
             "runs": self._runs,
@@ -111,25 +118,38 @@ class Page:
     def _answering(self, view: str) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             try:
-                body = await self._body(request.path_qs, self.views[view], dict(request.query))
+                body, tag = await self._body(request.path_qs, view, dict(request.query))
             except (LookupError, ValueError) as error:  # ValueError: of numbers, paths and files of trajectories
                 return _response(_error(error), "application/json", 404)
             except (LaunchError, OSError) as error:
                 return _response(_error(error), "application/json", 503)
-            return _response(body, "application/json")
+            if request.headers.get("If-None-Match") == tag:
+                return web.Response(status=304, headers=_HEADERS)
+            return _response(body, "application/json", tag=tag)
 
         return answer
 
-    async def _body(self, asked: str, view: View, query: Mapping[str, str]) -> bytes:
+    async def _body(self, asked: str, view: str, query: Mapping[str, str]) -> tuple[bytes, str]:
+        """JSON, and the tag of this content."""
         async with self._one_at_a_time:
-            made, body = self._answers.pop(asked, (-math.inf, b""))
-            if self._clock.monotonic() - made >= (_FRESH_PROCESSES_S if view == self._processes else _FRESH_S):
-                body = await asyncio.to_thread(lambda: msgspec.json.encode(view(query)))
+            made, body, tag = self._answers.pop(asked, (-math.inf, b"", ""))
+            if self._clock.monotonic() - made >= (_FRESH_SLOW_S if view in _SLOW else _FRESH_S):
+                before, body = body, await asyncio.to_thread(self._encoded, view, query)
                 made = self._clock.monotonic()
-            self._answers[asked] = made, body
+                if body != before:
+                    self._num_contents += 1
+                    tag = f'"{self._num_contents}"'
+            self._answers[asked] = made, body, tag
             while len(self._answers) > _MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
-            return body
+            return body, tag
+
+    def _encoded(self, view: str, query: Mapping[str, str]) -> bytes:
+        """A view's content as JSON. It is encoded again only if the view was made anew."""
+        content = self.views[view](query)
+        if self._encodings.get(view, (None,))[0] is not content:
+            self._encodings[view] = content, msgspec.json.encode(content)
+        return self._encodings[view][1]
 
     def _of(self, query: Mapping[str, str]) -> RunFiles:
         """The run that a request names, read to its end. Raises LookupError."""
@@ -160,7 +180,7 @@ class Page:
             nonlocal kept
             names = msgspec.json.decode(query.get("runs", ""), type=list[str])
             files = [(name, one, is_running(one.run_dir)) for name in names for one in [self._of({"run": name})]]
-            mark = [(name, len(one.records), going_on) for name, one, going_on in files]
+            mark = [(name, one.num_records, going_on) for name, one, going_on in files]
             if kept[0] != mark:
                 kept = mark, make([run for name, one, on in files for run in one.runs(name, going_on=on)])
             return kept[1]
@@ -170,7 +190,7 @@ class Page:
     def _time(self, query: Mapping[str, str]) -> object:
         files = self._of(query)
         rejected = sum(sums.buckets.total() for sums in files.rejected.values())
-        seen = len(files.records), len(files.events), len(files.published), rejected
+        seen = files.num_records, len(files.events), len(files.published), rejected
         mark = query["run"], seen, files.generating.newest // _TOKENS_TENTHS, is_running(files.run_dir)
         if self._timeline[0] != mark:
             self._timeline = mark, self._make_time(files, query["run"])
@@ -216,7 +236,7 @@ class Page:
         except TrajectoryError:
             recorded = []
         searched = recorded[:_MOST_SEARCHED]
-        self._groups = {path: self._groups.get(path) or self._group(path) for path in searched}
+        self._groups = {file: self._groups.get(file) or self._group(path) for path in searched for file in [str(path)]}
         fits = _filter(query)
         found = [group for group in self._groups.values() if group and fits(group)]
         return {"total": len(recorded), "searched": len(searched), "found": found[:_MOST_FOUND]}
@@ -319,5 +339,6 @@ async def _send_file(request: web.Request) -> web.Response:
     return _response(_file(name).encode(), _KINDS[Path(name).suffix])
 
 
-def _response(body: bytes, kind: str, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type=kind, charset="utf-8", headers=_HEADERS)
+def _response(body: bytes, kind: str, status: int = 200, tag: str = "") -> web.Response:
+    headers = {**_HEADERS, "ETag": tag} if tag else _HEADERS
+    return web.Response(body=body, status=status, content_type=kind, charset="utf-8", headers=headers)

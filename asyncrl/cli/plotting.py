@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.curves import NO_GENERATION, TOKENS, TRAIN_STEP, Curve, Panel, Picture, smoothed
+from asyncrl.cli.run_files import Numbers
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
@@ -179,7 +180,7 @@ def _is_area(curve: Curve) -> bool:
     return curve.name != NO_GENERATION and curve.role < len(_AREA_COLOURS)
 
 
-def _steadied(curve: Curve) -> Sequence[float]:
+def _steadied(curve: Curve) -> Sequence[float] | Numbers:
     """The running mean of a long curve; a short curve as it is."""
     return smoothed(curve.y, len(curve.y) // _SMOOTH_SHARE) if len(curve.y) >= _SMOOTH_FROM else curve.y
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 import os
 import socket
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.data.trajectories import find_recording, list_recording, recording_dir, step_of
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, SUMMARY_FILE, LaunchError, is_running, read_record
@@ -29,13 +33,14 @@ from asyncrl.weights.lineage import Lineage, Stretch, attempts_of, lineage_of, l
 
 NAN = float("nan")
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
-_TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
+_TAIL_BYTES = 1 << 15  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
 _REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 _MOST_BUCKETS = 2000  # of a sum over time
 _MOST_EVENTS = 200  # the newest are kept
 _NEWEST_TENTHS = 6000  # of a server in which it generated
 
 Record = Mapping[str, object]
+Numbers = npt.NDArray[np.float64]
 
 
 # ------------------------------------------------------------------------------------------------------------- which runs
@@ -102,7 +107,7 @@ def newest_step(metrics: Path) -> tuple[int, float | None]:
 def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
     """Read a file of JSON lines. Returns the records that have a step, and the number of other lines.
 
-    newest_bytes: read only the lines that begin within this many bytes before the file's end.
+    newest_bytes: read only the lines that end within this many bytes before the file's end.
     """
     broken: list[str] = []
     found: list[Record] = [*read_json_lines(path, broken.append, newest_bytes)]
@@ -145,6 +150,45 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
         )
         names.append("/".join(own[-length:]))
     return names
+
+
+class Columns:
+    """The numbers of records by key, so that a curve of all records is a few operations on arrays."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._columns: dict[str, array[float]] = {}
+        self._length = 0
+        self._rows: npt.NDArray[np.intp] | None = None  # None: all
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        for key in record:
+            column = self._columns.setdefault(key, array("d"))
+            column.extend([NAN] * (self._length - len(column)))
+            column.append(number(record, key))
+        self._length += 1
+
+    def __getitem__(self, key: str) -> Numbers:
+        """`number` of each record."""
+        found = np.full(self._length, NAN)
+        column = self._columns.get(key, ())
+        found[: len(column)] = column
+        return found if self._rows is None else found[self._rows]
+
+    def at(self, rows: npt.NDArray[np.intp]) -> Columns:
+        """Those of some records. They may be all; otherwise none are added."""
+        if self._rows is None and np.array_equal(rows, np.arange(self._length)):
+            return self
+        chosen = Columns()
+        chosen._columns, chosen._length, chosen._rows = self._columns, self._length, rows
+        return chosen
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys, in their first order."""
+        for key in self._columns:
+            if self._rows is None or np.isfinite(self[key]).any():
+                yield key
 
 
 # --------------------------------------------------------------------------------------------------------- sums over time
@@ -227,6 +271,12 @@ class Run:
     going_on: bool = False
     num_broken_lines: int = 0
     newest_tokens: Sequence[Sequence[tuple[int, float]]] = ()  # of each server: (tenth, tokens) of the newest tenths
+    columns: Columns = field(default_factory=Columns)  # of `steps`
+
+    @cached_property
+    def evaluated(self) -> Columns:
+        """Those of `evaluations`."""
+        return Columns(self.evaluations)
 
 
 class RunFiles:
@@ -241,7 +291,9 @@ class RunFiles:
 
     def _begin(self) -> None:
         self.revision = 0  # grows with each line
-        self.records: list[Record] = []
+        self.steps: list[Record] = []
+        self.columns = Columns()  # of `steps`
+        self.evaluations: list[Record] = []
         self.published: list[tuple[float, int]] = []  # (unix seconds, version)
         self.rejected: defaultdict[str, Sums] = defaultdict(Sums)  # by reason
         self.events: list[tuple[float, str]] = []  # (unix seconds, text) of attempts, restarts, faults; by time
@@ -258,10 +310,13 @@ class RunFiles:
             self._begin()
         self._inode = self._inode_of_metrics()
         for record in self._new(self.run_dir / METRICS_FILE):
-            if math.isfinite(number(record, "step")):
-                self.records.append(record)
-            else:
+            if not math.isfinite(number(record, "step")):
                 self.num_broken_lines += 1
+            elif is_evaluation(record):
+                self.evaluations.append(record)
+            else:
+                self.steps.append(record)
+                self.columns.add(record)
         journal = self.run_dir / "journal"
         for event in self._new(journal / "master.jsonl"):
             self._add_event(event)
@@ -272,6 +327,10 @@ class RunFiles:
             for record in self._new(path):
                 self._add_tokens(server, record)
         return self
+
+    @property
+    def num_records(self) -> int:
+        return len(self.steps) + len(self.evaluations)
 
     def _inode_of_metrics(self) -> int | None:
         try:
@@ -323,7 +382,8 @@ class RunFiles:
     def lineages(self) -> list[Lineage]:
         """By newest attempt. An attempt that is not in the master's journal is a lineage of its own."""
         known = attempts_of(self._begun)
-        others = sorted({_attempt(record) for record in self.records} - {attempt.number for attempt in known})
+        written = {*map(int, np.unique(_attempts(self.columns))), *map(_attempt, self.evaluations)}
+        others = sorted(written - {attempt.number for attempt in known})
         found = [Lineage(stretches=[Stretch(attempt=number, first=1, last=None)]) for number in others]
         return sorted([*found, *lineages_of(known)], key=lambda lineage: lineage.newest)
 
@@ -331,24 +391,26 @@ class RunFiles:
         """One Run for each lineage that has a step or an evaluation. Steps after a checkpoint from which a later attempt
         continued are void and left out."""
         found = [
-            (lineage, _steps(self.records, lineage), _evaluations(self.records, lineage)) for lineage in self.lineages()
+            (lineage, _rows(self.columns, lineage), _evaluations(self.evaluations, lineage))
+            for lineage in self.lineages()
         ]
-        shown = [entry for entry in found if entry[1] or entry[2]]
+        shown = [entry for entry in found if len(entry[1]) or entry[2]]
         summary = _summary_so_far(self.run_dir)
         return [
             Run(
                 name=name if len(shown) == 1 else f"{name}, attempt {lineage.newest}",
                 run_dir=self.run_dir,
                 attempt=lineage.newest,
-                steps=steps,
+                steps=[self.steps[row] for row in rows.tolist()],
                 evaluations=evaluations,
+                columns=self.columns.at(rows),
                 generating=self.generating,
                 ages=summary.get("offpolicyness") if summary.get("attempt") == lineage.newest else None,
                 going_on=going_on and lineage is shown[-1][0],
                 num_broken_lines=self.num_broken_lines,
                 newest_tokens=[server.newest for server in self.servers.values()],
             )
-            for lineage, steps, evaluations in shown
+            for lineage, rows, evaluations in shown
         ]
 
     def recorded(self) -> list[Path]:
@@ -387,10 +449,20 @@ def _step(record: Record) -> int:
     return int(number(record, "step"))
 
 
-def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
+def _attempts(columns: Columns) -> Numbers:
+    """`_attempt` of each record."""
+    return np.trunc(np.nan_to_num(columns["attempt"], nan=1))
+
+
+def _rows(columns: Columns, lineage: Lineage) -> npt.NDArray[np.intp]:
     """The train steps in the lineage, by step."""
-    steps = [record for record in records if not is_evaluation(record) and lineage.has(_attempt(record), _step(record))]
-    return sorted(steps, key=_step)
+    attempts, steps = _attempts(columns), np.trunc(columns["step"])
+    shown = np.zeros(len(steps), dtype=bool)
+    for stretch in lineage.stretches:
+        last = np.inf if stretch.last is None else stretch.last
+        shown |= (attempts == stretch.attempt) & (stretch.first <= steps) & (steps <= last)
+    rows = np.flatnonzero(shown)
+    return rows[np.argsort(steps[rows], kind="stable")]
 
 
 def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
@@ -398,6 +470,6 @@ def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
     average, and one that was unfinished at a checkpoint and is repeated."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:
-        if is_evaluation(record) and lineage.has_weights(_attempt(record), _step(record)):
+        if lineage.has_weights(_attempt(record), _step(record)):
             by_step.setdefault(_step(record), {}).update(record)
     return [by_step[step] for step in sorted(by_step)]

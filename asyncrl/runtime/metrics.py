@@ -247,19 +247,15 @@ class JsonLinesReader:
     A last line without a newline is not read: it is still being written, or a crash or power failure cut it short.
     broken: called with a message for each line that is not a JSON object; the line is skipped. Without `broken`, such a
     line raises ValueError.
-    newest_bytes: skip lines that begin before the last newest_bytes of the file. 0: skip all existing lines.
+    newest_bytes: skip lines that end before the last newest_bytes of the file. 0: skip all existing lines.
     """
 
     def __init__(
         self, path: Path, *, broken: Callable[[str], None] | None = None, newest_bytes: int | None = None
     ) -> None:
         self._path, self._broken = path, broken
-        self._position = self._num_lines = 0
-        if newest_bytes is not None:
-            begin = path.stat().st_size - newest_bytes if path.exists() else 0
-            for _ in self._new_lines() if begin > 0 else ():
-                if self._position >= begin:
-                    break
+        self._position = 0 if newest_bytes is None else _begin_of_line(path, newest_bytes)
+        self._counted = (0, 0)  # a position, and the number of lines before it
 
     def new_records(self) -> Iterator[dict[str, object]]:
         """Return the records of all lines not read before."""
@@ -267,7 +263,7 @@ class JsonLinesReader:
             try:
                 yield msgspec.json.decode(line, type=dict[str, object])
             except DECODE_ERRORS as error:
-                text = f"{self._path}:{self._num_lines}: not a JSON object: {error}"
+                text = f"{self._path}:{self._count_lines()}: not a JSON object: {error}"
                 if self._broken is None:
                     raise ValueError(f"{text}; delete the line") from error
                 self._broken(f"{text}; the line is skipped")
@@ -283,8 +279,34 @@ class JsonLinesReader:
                 if not line.endswith(b"\n"):
                     return
                 self._position += len(line)
-                self._num_lines += 1
                 yield line
+
+    def _count_lines(self) -> int:
+        """The number of lines up to the newest one that was read. Only a message needs it."""
+        position, lines = self._counted
+        with contextlib.suppress(OSError), self._path.open("rb") as file:  # it may have been removed meanwhile
+            file.seek(position)
+            for left in range(self._position - position, 0, -_BLOCK_BYTES):
+                lines += file.read(min(left, _BLOCK_BYTES)).count(b"\n")
+        self._counted = self._position, lines
+        return lines
+
+
+def _begin_of_line(path: Path, newest_bytes: int) -> int:
+    """The position of the line that contains the first of a file's newest bytes. 0: the file's beginning, or there is no file."""
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    with file:
+        end = max(0, file.seek(0, os.SEEK_END) - newest_bytes)
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            file.seek(begin)
+            if newline := file.read(end - begin).rfind(b"\n") + 1:
+                return begin + newline
+            end = begin
+    return 0
 
 
 def read_json_lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import json
 import os
 import resource
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.journal import BackgroundJournal
-from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.runtime.metrics import JsonLinesReader, JsonLinesWriter, read_json_lines
 
 
 def numbers(path: Path) -> list[object]:
@@ -81,6 +82,27 @@ def test_a_torn_line_in_the_middle_is_reported_or_skipped(tmp_path: Path, line: 
     (text,) = told
     assert text.startswith(f"{path}:2: not a JSON object: ")
     assert text.endswith("; the line is skipped")
+
+
+@pytest.mark.parametrize("end", [b"", b'{"n":10'])
+@pytest.mark.parametrize("wide", [1, 100_000])
+def test_the_newest_lines_are_read_without_the_others(tmp_path: Path, wide: int, end: bytes) -> None:
+    """Lines that are shorter and longer than the blocks in which their beginning is searched."""
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps({"n": n, "fill": "x" * wide}).encode() + b"\n" for n in range(9)]
+    path.write_bytes(b"".join(lines) + end)
+    for newest_bytes in (0, 1, len(end) + 1, len(end) + len(lines[8]), len(end) + len(lines[8]) + 1, 10**9):
+        told: list[str] = []
+        reader = JsonLinesReader(path, broken=told.append, newest_bytes=newest_bytes)
+        first = sum(sum(map(len, lines[: n + 1])) <= path.stat().st_size - newest_bytes for n in range(9))
+        with path.open("rb") as file, path.open("ab") as longer:
+            assert [record["n"] for record in reader.new_records()] == list(range(first, 9))
+            longer.write(b"\n" if end else b"{\n")
+            longer.flush()
+            assert (list(reader.new_records()), len(told)) == ([], 1)
+            assert told[0].startswith(f"{path}:10: not a JSON object: ")
+            longer.truncate(len(file.read()) - (1 if end else 2))
+    assert list(JsonLinesReader(tmp_path / "none", newest_bytes=5).new_records()) == []
 
 
 def test_the_last_record_is_found_before_a_torn_line(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from recordings import make_group, make_store, record_batches
 from test_curves import evaluation, step, write_run
 
 import asyncrl
+from asyncrl.cli import curves, run_files
 from asyncrl.cli import page as page_module
 from asyncrl.cli.curves import picture
 from asyncrl.cli.main import main
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
+from asyncrl.cli.run_files import number
 from asyncrl.data.trajectories import Entry
 from asyncrl.launch.rundir import RunRecord, write_record
 from asyncrl.runtime.clock import SYSTEM_CLOCK
@@ -44,8 +46,9 @@ async def served(run_dirs, clock=SYSTEM_CLOCK):
             aiohttp.ClientSession() as session,
         ):
 
-            async def send(path, query=None, token=secrets.token, method="GET"):
+            async def send(path, query=None, token=secrets.token, method="GET", tag=None):
                 headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+                headers |= {} if tag is None else {"If-None-Match": tag}
                 async with session.request(method, url + path, params=query, headers=headers) as answer:
                     return answer.status, answer.headers, await answer.text()
 
@@ -270,6 +273,47 @@ async def test_views_of_records_are_made_anew_only_after_a_new_record(run_dir, m
             await asked(send, "/api/learning", runs='["t0"]')
             clock.now += 1
     assert made == [3, 4]
+
+
+async def test_a_content_that_the_client_has_is_not_sent_again(run_dir):
+    clock, tags = ManualClock(), []
+    async with served({"t0": run_dir}, clock) as (_, send):
+        for path, query in (("/api/runs", None), ("/api/learning", {"runs": '["t0"]'}), ("/api/time", {"run": "t0"})):
+            status, headers, _ = await send(path, query)
+            tags.append(headers["ETag"])
+            for expected in (304, 200):
+                clock.now += 1
+                status, headers, body = await send(path, query, tag=tags[-1])
+                assert (status, bool(body)) == (expected, expected == 200)
+                with (run_dir / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(step(9 + len(tags))) + "\n")
+            tags.append(headers["ETag"])
+    assert len(set(tags)) == len(tags)
+
+
+async def test_a_new_record_costs_no_work_for_the_earlier_ones(tmp_path, monkeypatch):
+    """What is asked of 600 steps, beside operations on whole columns, is about what is asked of 300."""
+    asked_for = []
+    for num_steps in (300, 600):
+        run_dir = write_run(tmp_path / str(num_steps), [step(at) for at in range(1, num_steps + 1)])
+        page = Page({"t0": run_dir}, ManualClock())
+        learning = {"runs": '["t0"]'}
+        page.views["learning"](learning)
+        num_values = 0
+
+        def counted(record, key, asks=number):
+            nonlocal num_values
+            num_values += 1
+            return asks(record, key)
+
+        monkeypatch.setattr(run_files, "number", counted)
+        monkeypatch.setattr(curves, "number", counted, raising=False)
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step(num_steps + 1)) + "\n")
+        page.views["learning"](learning)
+        monkeypatch.undo()
+        asked_for.append(num_values)
+    assert 0 < asked_for[0] == asked_for[1] < 100
 
 
 def test_the_command_refuses_what_it_cannot_serve(run_dir, tmp_path, capsys):

@@ -4,9 +4,10 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 
-from asyncrl.cli.run_files import _MOST_BUCKETS, RunFiles, Sums, Tenths
+from asyncrl.cli.run_files import _MOST_BUCKETS, Columns, RunFiles, Sums, Tenths, number
 
 VERSION = "a0001-v{:08d}"
 
@@ -75,6 +76,17 @@ def test_a_run_that_was_begun_again_in_a_new_folder_is_read_from_its_beginning(t
     assert told(files.read()) == told(RunFiles(tmp_path / "run").read())
     shutil.rmtree(tmp_path / "run")
     assert told(files.read())[1] == {}
+
+
+def test_columns_have_the_number_of_each_record():
+    records = [{"a": 1, "b": "text"}, {"c": 2.5}, {"a": None, "c": float("inf")}, {"a": 4}]
+    columns = Columns(records)
+    for chosen, rows in ((columns, range(4)), (columns.at(np.array([3, 1])), (3, 1))):
+        for key in "abcd":
+            expected = [number(records[row], key) for row in rows]
+            assert chosen[key].tolist() == pytest.approx(expected, nan_ok=True)
+    assert (list(columns), list(columns.at(np.array([0])))) == (["a", "b", "c"], ["a"])
+    assert columns.at(np.arange(4)) is columns
 
 
 def test_tenths_are_counted_as_in_a_set():

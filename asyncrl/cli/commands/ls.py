@@ -16,7 +16,6 @@ from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ConfigError
 
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
-_TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
 _REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 
 _DESCRIPTION = """List all runs under a folder: state, step, reward and start. It only reads files.

@@ -3,6 +3,7 @@
 
 const COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#b1509e", "#c9a227", "#5aa9b8", "#d0525b", "#7a6fd0", "#8a8f98"];
 const EVERY_MS = 400;
+const RUNS_EVERY = 2; // turns without news, after which the states of all runs are asked for
 const byId = (id) => document.getElementById(id);
 const saved = byId("saved") && JSON.parse(byId("saved").textContent); // the answers, in a file of `plot --html`
 const VIEWS = saved ? { learning, time, advice } : { learning, time, processes, trajectories, advice };
@@ -15,6 +16,9 @@ const state = { view: "learning", chosen: null, runs: [], file: "", sequence: 0,
 const charts = new Map(); // of the view: name of the panel -> {plot, names}
 let drawn = 0; // counts drawings, so that a late answer of an earlier view is dropped
 let running = 0; // turns that wait for answers
+let turns = 0;
+let news = 0; // counts contents that were received
+const received = new Map(); // path -> {url, tag, drawing} of the content that it gave last
 
 function make(kind, properties = {}, ...children) {
   const node = Object.assign(document.createElement(kind), properties);
@@ -22,13 +26,20 @@ function make(kind, properties = {}, ...children) {
   return node;
 }
 
+// null: this drawing has the content already
 async function ask(path, query = {}) {
   if (saved) return saved[path + (query.run || "")];
+  const url = `${path}?${new URLSearchParams(query)}`;
   const headers = { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` };
-  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { headers });
+  const [last, drawing] = [received.get(path), drawn];
+  if (last?.url === url && last.drawing === drawing) headers["If-None-Match"] = last.tag;
+  const answer = await fetch(url, { headers });
+  if (answer.status === 304) return null;
   if (answer.status === 401) throw new Error("The token is missing or old: open the URL that the command has printed.");
   const content = await answer.json();
   if (!answer.ok) throw new Error(content.error || `status ${answer.status}`);
+  received.set(path, { url, tag: answer.headers.get("ETag"), drawing });
+  news += 1;
   return content;
 }
 
@@ -41,19 +52,28 @@ async function turn(anew = false) {
   if (!anew && running) return;
   const mine = anew ? ++drawn : drawn;
   running += 1;
+  const before = news;
+  const isCurrent = () => mine === drawn;
   try {
-    state.runs = await ask("/api/runs");
-    if (mine !== drawn) return;
-    state.chosen ??= new Set(state.runs.slice(0, 8).map((run) => run.name));
-    showRuns();
+    if (anew || !state.chosen) await askRuns(isCurrent);
+    if (!isCurrent()) return;
     if (anew) clear();
-    if (state.chosen.size) await VIEWS[state.view](() => mine === drawn, anew);
+    if (state.chosen.size) await VIEWS[state.view](isCurrent, anew);
+    if (!anew && (news > before || turns++ % RUNS_EVERY === 0)) await askRuns(isCurrent);
     byId("said").textContent = "";
   } catch (error) {
     if (mine === drawn) byId("said").textContent = error.message;
   } finally {
     running -= 1;
   }
+}
+
+async function askRuns(isCurrent) {
+  const runs = await ask("/api/runs");
+  if (!runs || !isCurrent()) return;
+  state.runs = runs;
+  state.chosen ??= new Set(runs.slice(0, 8).map((run) => run.name));
+  showRuns();
 }
 
 function clear() {
@@ -180,15 +200,17 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => turn
 // ---------------------------------------------------------------------------------------------------------------- views
 
 async function learning(isCurrent) {
-  const { panels } = await ask("/api/learning", { runs: JSON.stringify([...state.chosen]) });
-  if (!isCurrent()) return;
+  const content = await ask("/api/learning", { runs: JSON.stringify([...state.chosen]) });
+  if (!content || !isCurrent()) return;
+  const { panels } = content;
   if (!panels.length) byId("view").replaceChildren("No train step and no evaluation yet.");
   draw(panels, chartPlace(), "steps");
 }
 
 async function time(isCurrent) {
-  const { panels, events } = await ask("/api/time", { run: first() });
-  if (!isCurrent()) return;
+  const content = await ask("/api/time", { run: first() });
+  if (!content || !isCurrent()) return;
+  const { panels, events } = content;
   draw(panels, chartPlace(), "seconds");
   byId("events")?.remove();
   const rows = events.map(([seconds, text]) => [new Date(seconds * 1000).toLocaleString(), text]);
@@ -197,7 +219,7 @@ async function time(isCurrent) {
 
 async function processes(isCurrent) {
   const seen = await ask("/api/processes", { run: first() });
-  if (!isCurrent()) return;
+  if (!seen || !isCurrent()) return;
   const rows = seen.workers.map((worker) => [
     worker.worker + (worker.host ? ` on ${worker.host}` : ""),
     worker.state + (worker.error ? `: ${worker.error}` : ""),
@@ -218,7 +240,7 @@ async function processes(isCurrent) {
 
 async function advice(isCurrent) {
   const found = await ask("/api/advice", { runs: JSON.stringify([...state.chosen]) });
-  if (!isCurrent()) return;
+  if (!found || !isCurrent()) return;
   const shown = found.map(({ run, title, figure, remedy }) =>
     make(
       "article",
@@ -269,8 +291,9 @@ async function trajectories(isCurrent, anew) {
 
 async function list(isCurrent) {
   const filter = Object.entries(state.filter).filter(([, value]) => value !== "");
-  const { found, searched, total } = await ask("/api/trajectories", { run: first(), ...Object.fromEntries(filter) });
-  if (!isCurrent()) return;
+  const content = await ask("/api/trajectories", { run: first(), ...Object.fromEntries(filter) });
+  if (!content || !isCurrent()) return;
+  const { found, searched, total } = content;
   const mark = found.map((one) => one.file).join();
   if (byId("list").dataset.mark === mark) return;
   byId("list").dataset.mark = mark;
