@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -239,7 +239,9 @@ def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlen
 # ----------------------------------------------------------------------------------------------------------- distillation
 
 
-def distillation_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
+def distillation_advantages(
+    logprobs_T: Tensor, teacher_logprobs_T: Tensor, mask_T: Tensor, coef: float | Tensor
+) -> Tensor:
     """-coef * (logprob_t - teacher_logprob_t) for each token, 0 where mask_T is False: added to the advantages of any algorithm.
 
     It is the estimate from one token of -coef * KL(policy || teacher), so the policy gradient with this advantage descends the
@@ -250,6 +252,8 @@ def distillation_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, mask
     logprobs_T: those of the anchor (`anchor_key`). As part of the advantage, the estimate passes through the trust region and the
     weight proximal / behaviour of the policy loss, which make it right for tokens that older policies sampled. As a loss of its own
     it would not be: its gradient is 0 in expectation for tokens of the current policy (k1 in `kl_estimate`).
+
+    coef: one number, or one of each token (T).
     """
     return (-coef * (logprobs_T - teacher_logprobs_T)).masked_fill(~mask_T, 0.0)
 
@@ -348,6 +352,32 @@ def compute_advantages(
         advantages_T = normalise_batch(advantages_T, mask_T, all_reduce_sum)
     advantages_T = advantages_T.masked_fill(~mask_T, 0.0)
     return Advantages(advantages_T, mask_T, rewards_S, kl_T, returns_T, states_T)
+
+
+def advantages_by_task(
+    data: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    group_sizes: Sequence[int],
+    configs: Sequence[PPOConfig],
+    *,
+    kl_coef: float,
+) -> Advantages:
+    """Compute the advantages of each group as the config of its task says: configs[task_ids].
+
+    task_ids: int64, one for each group. Each different config computes all groups, and a group takes the results of its own. None
+    may normalise over the batch, so a group's results depend on no other group.
+    """
+    different = list(dict.fromkeys(configs))
+    each = [compute_advantages(data, cu_seqlens, group_sizes, config, kl_coef=kl_coef) for config in different]
+    number_G = torch.tensor([different.index(config) for config in configs])[data["task_ids"]]
+    number_S = number_G.repeat_interleave(torch.tensor(group_sizes, dtype=torch.int64))
+    number_T = to_tokens(number_S, cu_seqlens)
+
+    def chosen(name: str, number: Tensor) -> Tensor:
+        return torch.stack([getattr(made, name) for made in each])[number, torch.arange(len(number))]
+
+    of_T = {name: chosen(name, number_T) for name in ("advantages_T", "mask_T", "returns_T", "states_T")}
+    return replace(each[0], rewards_S=chosen("rewards_S", number_S), **of_T)
 
 
 def advantage_keys(config: PPOConfig) -> list[str]:

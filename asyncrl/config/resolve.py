@@ -19,7 +19,7 @@ from asyncrl.config.engines import ENGINES, EngineTraits
 from asyncrl.config.fields import with_leaves
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import AUTO, SLOW_BYTES_PER_S, ExperimentConfig, NameResolveConfig
+from asyncrl.config.schema import AUTO, SLOW_BYTES_PER_S, ExperimentConfig, NameResolveConfig, TaskAlgorithmConfig
 
 T = TypeVar("T")
 
@@ -207,7 +207,10 @@ def _training(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
         if resumed is not None and resumed.batch_size != train.batch_size:
             left = facts.num_prompts * train.num_epochs - resumed.num_done
             steps = min(resumed.step + math.ceil(left / train.batch_size), train.max_steps or sys.maxsize)
-    return replace(config, train=replace(train, total_steps=steps, ppo=replace(ppo, temperature=temperature)))
+    # Task ids number all tasks, so that one with values of its own makes all be named
+    own = {name: train.tasks.get(name, TaskAlgorithmConfig()) for name in config.rollout.tasks if train.tasks}
+    ppo = replace(ppo, temperature=temperature)
+    return replace(config, train=replace(train, total_steps=steps, ppo=ppo, tasks=own))
 
 
 STEPS: tuple[Callable[[ExperimentConfig, Facts], ExperimentConfig], ...] = (

@@ -12,6 +12,7 @@ explains allowed values, a name ends with the field's unit (`_s`: seconds, `_byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -376,6 +377,26 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True)
+class TaskAlgorithmConfig:
+    """How a task's rewards become advantages: values of its own for these fields of train.ppo; null: that of train.ppo."""
+
+    baseline: str | None = ruled(None, Rule(words=("none", "group_mean", "leave_one_out")))  # of this task
+    advantage_norm: str | None = ruled(None, Rule(words=("group", "none")))  # of this task
+    discount: float | None = None  # of this task
+    gae_lambda: float | None = None  # of this task
+    reward_scaling: float | None = None  # of this task
+    reward_bias: float | None = None  # of this task
+    max_reward_clip: float | None = None  # of this task
+    mask_no_eos_with_zero: bool | None = None  # of this task
+    mask_too_long: bool | None = None  # of this task
+    overlong_penalty: float | None = limited(None, at_least=0)  # of this task
+    overlong_length: int | None = limited(None, at_least=1)  # of this task
+    overlong_buffer: float | None = limited(None, above=0, at_most=1)  # of this task
+    # Of this task; 0: the teacher's logprobs do not change its advantages; null: train.teacher.coef
+    teacher_coef: float | None = limited(None, at_least=0)
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A reward model: its scaled score of each sequence is added to the reward function's reward."""
 
@@ -485,6 +506,9 @@ class TrainConfig:
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
     teacher: TeacherConfig | None = None  # null: no distillation
+    # Names of rollout.tasks whose rewards become advantages in another way than train.ppo says. Not with advantage_norm=batch or
+    # a critic, which take all tasks together. {}: train.ppo for all
+    tasks: dict[str, TaskAlgorithmConfig] = field(default_factory=dict)
     reward_model: RewardModelConfig | None = None  # null: no reward model
     # Further reward models, by name: role reward_NAME, MFC rew_inf_NAME. Rewards get the sum of scale * score over all
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
@@ -1008,6 +1032,16 @@ def rollout_of_task(rollout: RolloutConfig, name: str) -> RolloutConfig:
     own: dict[str, Any] = {field: value for field in _OF_TASKS if (value := getattr(task, field)) is not None}
     longest = task.max_new_tokens or rollout.sampling.max_new_tokens
     return replace(rollout, **own, sampling=replace(rollout.sampling, max_new_tokens=longest))
+
+
+def ppo_by_task(ppo: PPOConfig, tasks: Mapping[str, TaskAlgorithmConfig]) -> dict[str, PPOConfig]:
+    """`train.ppo` with the values that each task of train.tasks has of its own, in the order of task ids."""
+    names = [entry.name for entry in fields(TaskAlgorithmConfig) if entry.name != "teacher_coef"]
+    own = {task: {name: getattr(values, name) for name in names} for task, values in sorted(tasks.items())}
+    return {
+        task: replace(ppo, **{name: value for name, value in values.items() if value is not None})
+        for task, values in own.items()
+    }
 
 
 def rejects_equal_rewards(rollout: RolloutConfig) -> bool:

@@ -31,6 +31,7 @@ from asyncrl.config.schema import (
     judges_by_group,
     model_settings,
     needs_whole_batch,
+    ppo_by_task,
     prompt_sources,
     rejects_equal_rewards,
     reward_models,
@@ -77,6 +78,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     """Fields that do not fit each other, except in layouts (dataflow/layout_checks.py)."""
     yield from problems_among(config, _of_generation(config))
     yield from _bad_algorithm(config)
+    yield from _bad_algorithms_of_tasks(config)
     yield from _bad_streaming(config)
     yield from _bad_modes(config)
     yield from problems_among(config, _of_network(config))
@@ -219,6 +221,42 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
             ),
         ),
     )
+
+
+def _bad_algorithms_of_tasks(config: ExperimentConfig) -> Iterator[Problem]:
+    """Values of train.tasks that do not fit the run, or each other."""
+    train, tasks = config.train, config.rollout.tasks
+    if train.tasks and mode_of(config.mode).replays:
+        yield "train.tasks", {}, "mode=train_only knows the names of no recorded task; leave it out"
+        return
+    yield from problems_among(
+        config,
+        (
+            (
+                bool(train.tasks) and train.ppo.advantage_norm == "batch",
+                "train.ppo.advantage_norm",
+                "normalises over the groups of all tasks; with train.tasks use group or none",
+            ),
+            (
+                bool(train.tasks) and train.critic is not None,
+                "train.critic",
+                "predicts rewards that are shaped alike; with train.tasks leave it out",
+            ),
+        ),
+    )
+    for name, ppo in ppo_by_task(train.ppo, train.tasks).items():
+        place, own = f"train.tasks.{name}", train.tasks[name]
+        if name not in tasks:
+            known = f"tasks: {', '.join(sorted(tasks))}"
+            yield place, own, f"is not in rollout.tasks; {did_you_mean(name, tasks)}{known}"
+        if judges_by_group(ppo) and not judges_by_group(train.ppo) and config.rollout.group_size == 1:
+            field = "advantage_norm" if ppo.advantage_norm == "group" else "baseline"
+            yield f"{place}.{field}", getattr(ppo, field), "a group of one has no advantage; use rollout.group_size > 1"
+        if ppo.overlong_penalty > 0 and ppo.overlong_length < 1:
+            remedy = "needs train.ppo.overlong_length, or one of this task: such as rollout.sampling.max_new_tokens"
+            yield f"{place}.overlong_penalty", ppo.overlong_penalty, remedy
+        if own.teacher_coef is not None and train.teacher is None:
+            yield f"{place}.teacher_coef", own.teacher_coef, "there is no teacher; set train.teacher, or leave it out"
 
 
 def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:

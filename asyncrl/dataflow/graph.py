@@ -46,6 +46,7 @@ TRAJECTORY_KEYS = (
 )
 DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an MFC of train.mfcs writes it
 SESSIONS, SEATS = "sessions", "seats"  # come with the trajectories (train.branches)
+TASK_IDS = "task_ids"  # numbers of the tasks by name
 
 
 class DataflowGraph:
@@ -135,7 +136,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
     which it reads only for a KL penalty or a teacher. If steps may go on without actor_inf, it then reads the servers' logprobs,
     too. It also reads the keys `dense_rewards` and `values` if an MFC of train.mfcs writes them. With train.dense_rewards the
-    trajectories have `dense_rewards`, and with train.branches `sessions` and `seats`.
+    trajectories have `dense_rewards`, and with train.branches `sessions` and `seats`. With train.tasks it reads `task_ids`.
     `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
@@ -165,6 +166,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]
     judged += [DENSE_REWARDS] if train.dense_rewards and DENSE_REWARDS not in judged else []
     judged += [SESSIONS, SEATS] if train.branches else []
+    judged += [TASK_IDS] if train.tasks else []
     advantages = MFCDef(
         ADVANTAGES_MFC,
         "actor",

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import SamplingConfig, judges_by_group
+from asyncrl.config.schema import SamplingConfig, judges_by_group, ppo_by_task
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.protocol.manager import Order
 from asyncrl.protocol.trajectories import Locator
@@ -123,7 +123,9 @@ class Generate(Generic[Result]):
             raise ValueError(
                 f"actor.generate(n={n}): use 1 to rollout.group_size={most}, for which memory is planned, or raise that field"
             )
-        if n == 1 and most > 1 and (judges_by_group(self._config.train.ppo) or self._config.reject_equal_rewards):
+        train = self._config.train
+        judged = any(map(judges_by_group, (train.ppo, *ppo_by_task(train.ppo, train.tasks).values())))
+        if n == 1 and most > 1 and (judged or self._config.reject_equal_rewards):
             raise ValueError(
                 "actor.generate(n=1): a group of one has no advantage, and rollout.reject_equal_rewards would reject it; use "
                 "n > 1, or train.ppo.advantage_norm=batch, train.ppo.baseline=none and rollout.reject_equal_rewards=false"

@@ -34,6 +34,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import (
     Advantages,
     advantage_keys,
+    advantages_by_task,
     compute_advantages,
     distillation_advantages,
     distillation_keys,
@@ -45,11 +46,19 @@ from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, anchor_key, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.import_object import import_object
-from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
+from asyncrl.config.schema import (
+    REWARD,
+    ConfigError,
+    PPOConfig,
+    TrainConfig,
+    judges_by_group,
+    ppo_by_task,
+    reward_models,
+)
 from asyncrl.data.routes import ROUTES
 from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.data.words import words_error
-from asyncrl.dataflow.graph import DENSE_REWARDS, SEATS, SESSIONS, is_one_update, uses_routes
+from asyncrl.dataflow.graph import DENSE_REWARDS, SEATS, SESSIONS, TASK_IDS, is_one_update, uses_routes
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.minibatches import split_minibatches
 from asyncrl.dataflow.statistics import merge_stats
@@ -535,11 +544,11 @@ class AdvantagesInterface(Interface):
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
         super().__init__(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
-        check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.adds_dense = train.dense_rewards
         self.kl = make_kl_controller(train.ppo)
-        self.teacher_coef = train.teacher.coef if train.teacher is not None else 0.0
+        self.tasks = dict(sorted(train.tasks.items()))  # in the order of task ids; config/resolve.py names all tasks
+        self.teacher = train.teacher
         scales = {role: model.scale for role, model in reward_models(train).items()}
         self.model_scales = {f"model_rewards{role.removeprefix(REWARD)}": scale for role, scale in scales.items()}
         critic = train.critic
@@ -548,11 +557,14 @@ class AdvantagesInterface(Interface):
         self.keys += distillation_keys(train.ppo) if train.teacher is not None else []
         self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
-        self.keys += [key for key in (DENSE_REWARDS, SESSIONS, SEATS) if key in mfc.input_keys]
+        self.keys += [key for key in (DENSE_REWARDS, SESSIONS, SEATS, TASK_IDS) if key in mfc.input_keys]
         check_input_keys(mfc, self.keys)
-        if "values" in self.keys and judges_by_group(train.ppo):
+        for ppo in (train.ppo, *ppo_by_task(train.ppo, self.tasks).values()):
+            check_ppo_config(ppo)
+            if "values" not in self.keys or not judges_by_group(ppo):
+                continue
             raise ValueError(
-                f"train.ppo.advantage_norm={train.ppo.advantage_norm} with baseline={train.ppo.baseline} scores a response within "
+                f"train.ppo.advantage_norm={ppo.advantage_norm} with baseline={ppo.baseline} scores a response within "
                 "its group and uses no values; with a critic use advantage_norm batch or none, and baseline none"
             )
 
@@ -606,20 +618,21 @@ class AdvantagesInterface(Interface):
             data["rewards"] = data["rewards"] + scale * data[key]
         if self.value_norm is not None:
             data["values"] = self.value_norm.denormalise(data["values"])
-        made = compute_advantages(
-            data,
-            local.cu_seqlens,
-            local.group_sizes,
-            self.ppo,
-            kl_coef=self.kl.coef,
-            all_reduce_sum=engine.all_reduce_sum,
-        )
+        groups, kl_coef = (data, local.cu_seqlens, local.group_sizes), self.kl.coef
+        if self.tasks:
+            made = advantages_by_task(*groups, [*ppo_by_task(self.ppo, self.tasks).values()], kl_coef=kl_coef)
+        else:
+            made = compute_advantages(*groups, self.ppo, kl_coef=kl_coef, all_reduce_sum=engine.all_reduce_sum)
         distilled: Columns = {}
-        if self.teacher_coef > 0:
+        if self.teacher is not None:
+            tasks = self.tasks.values()
+            own = [self.teacher.coef if task.teacher_coef is None else task.teacher_coef for task in tasks]
+            coef = torch.tensor(own)[data[TASK_IDS]][local.group_of_T] if own else self.teacher.coef
             policy_T, teacher_T = (data[key] for key in distillation_keys(self.ppo))
-            bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, self.teacher_coef)
+            bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, coef)
             made = replace(made, advantages_T=made.advantages_T + bonus_T)
-            distilled = {"distilled": local.sums(bonus_T, local.group_of_T) / -self.teacher_coef}
+            apart_T = distillation_advantages(policy_T, teacher_T, made.mask_T, -1.0)
+            distilled = {"distilled": local.sums(apart_T, local.group_of_T)}
         columns = group_columns(local, made, adds_dense=self.adds_dense) | distilled
         if "values" in data:
             columns |= value_columns(data["values"], made, local)

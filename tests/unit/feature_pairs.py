@@ -39,6 +39,7 @@ from asyncrl.config.schema import (
     RewardModelConfig,
     RoleConfig,
     RolloutConfig,
+    TaskAlgorithmConfig,
     TaskConfig,
     TeacherConfig,
     TrainConfig,
@@ -198,6 +199,14 @@ FEATURES: dict[str, Feature] = {
     "lora with its base as reference": Feature({**KL, "lora": LoraConfig(rank=4, alpha=8.0), "ref.path": BASE}),
     "bfloat16": Feature({"dtype": "bfloat16"}, tolerance=2e-3),
     "group advantages": Feature({"ppo.advantage_norm": "group"}),
+    "algorithms of tasks": Feature(
+        {
+            "tasks": {
+                "even": TaskAlgorithmConfig(baseline="leave_one_out", reward_scaling=2.0),
+                "odd": TaskAlgorithmConfig(mask_too_long=True, overlong_penalty=1.0, overlong_length=5),
+            }
+        }
+    ),
     "batch advantages": Feature({"ppo.advantage_norm": "batch"}),
     "leave one out": Feature({"ppo.baseline": "leave_one_out"}),
     "naive loss": Feature({"ppo.use_decoupled_loss": False}),
@@ -314,7 +323,9 @@ def base(models: Path) -> ExperimentConfig:
         trial="t",
         model_path=str(models / "lm"),
         prompts=PromptSourceConfig(path="prompts"),
-        rollout=RolloutConfig(group_size=GROUP_SIZE, tasks={"default": TaskConfig(reward="m:reward")}),
+        rollout=RolloutConfig(
+            group_size=GROUP_SIZE, tasks=dict.fromkeys(("even", "odd"), TaskConfig(reward="m:reward"))
+        ),
         allocation="transformers.d1+d1",
         train=train,
     )
@@ -405,6 +416,7 @@ def make_batch(version: int, *, dense: bool, branches: bool, words: bool, broken
             "loss_mask": masks,
             "seq_no_eos_mask": [number == 1 and k == 0 for k in range(GROUP_SIZE)],
             "rewards": rewards,
+            "task_ids": number % 2,
             "versions": [[0 if on else -1 for on in mask] for mask in masks],
         }
         if dense:

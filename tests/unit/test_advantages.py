@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import (
     advantage_keys,
+    advantages_by_task,
     compute_advantages,
     final_rewards,
     gae,
@@ -24,7 +25,7 @@ from asyncrl.algorithms.advantages import (
     trained_mask,
 )
 from asyncrl.algorithms.packed import mean_per_sequence, sum_per_sequence, to_tokens
-from asyncrl.config.schema import PPOConfig
+from asyncrl.config.schema import PPOConfig, TaskAlgorithmConfig, ppo_by_task
 
 
 def reference_gae(
@@ -243,6 +244,25 @@ def test_every_token_gets_the_advantage_of_its_response(fields: dict[str, object
     one, two, three, four = expected
     wanted = [0, one, 0, two, two, 0, three, three, 0, four]
     assert made(**fields) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_each_task_has_its_own_algorithm() -> None:
+    """The first group is of a task with RLOO. The second one is of a task without a baseline, whose rewards count twice and whose
+    truncated response is not trained. The task between them has no group."""
+    tasks = {
+        "a": TaskAlgorithmConfig(baseline="leave_one_out", advantage_norm="none"),
+        "b": TaskAlgorithmConfig(),
+        "c": TaskAlgorithmConfig(advantage_norm="none", reward_scaling=2.0, mask_too_long=True),
+    }
+    configs = list(ppo_by_task(PPOConfig(), tasks).values())
+    data = DATA | {"task_ids": torch.tensor([0, 2])}
+    found = advantages_by_task(data, packed(*LENGTHS), SIZES, configs, kl_coef=0.0)
+    assert found.advantages_T.tolist() == [0, 1, 0, -1, -1, 0, 6, 6, 0, 0]
+    assert found.rewards_S.tolist() == [1, 0, 6, 2]
+    assert found.mask_T.tolist() == bools("01" + "011" + "011" + "00").tolist()
+    assert found.states_T.tolist() == bools("10" + "110" + "110" + "00").tolist()
+    none = {key: value[:0] for key, value in data.items()}
+    assert advantages_by_task(none, packed(), [], configs, kl_coef=0.0).advantages_T.tolist() == []
 
 
 def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:

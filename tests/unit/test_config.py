@@ -78,6 +78,18 @@ def test_overrides_replace_values_of_the_file(config_file):
             "rollout.tasks={a: {reward: 'm:f', reject_equal_rewards: true}, b: {reward: 'm:f', gate: {task: a}}}",
             "reject_equal_rewards of that task rejects groups that have passed",
         ),
+        ("train.tasks.defalt.reward_bias=1", "is not in rollout.tasks; did you mean 'default'"),
+        ("train.tasks.default.advantage_norm=batch", "train.tasks.default.advantage_norm='batch'"),
+        (
+            "train={algorithm: reinforce_pp, tasks: {default: {reward_bias: 1}}}",
+            "normalises over the groups of all tasks",
+        ),
+        (
+            "train={critic: {}, ppo: {advantage_norm: none}, tasks: {default: {reward_bias: 1}}}",
+            "predicts rewards that are shaped alike",
+        ),
+        ("train.tasks.default.overlong_penalty=1", "needs train.ppo.overlong_length, or one of this task"),
+        ("train.tasks.default.teacher_coef=1", "there is no teacher"),
         ("prompts.task_weights.default=-1", "prompts.task_weights.default=-1.0: must be from 0 to 1000"),
         ("prompts={task_weights: {a: 2}, shuffle: false}", "draws lines anew in each epoch; set prompts.shuffle=true"),
         ("eval.prompts={path: x, task_weights: {a: 2}}", "only prompts.task_weights has an effect"),

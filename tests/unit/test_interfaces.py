@@ -20,7 +20,14 @@ import torch
 from asyncrl.algorithms.advantages import distillation_advantages
 from asyncrl.algorithms.kl import AdaptiveKLController
 from asyncrl.algorithms.ppo import PPOLoss
-from asyncrl.config.schema import CriticConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
+from asyncrl.config.schema import (
+    CriticConfig,
+    PPOConfig,
+    RewardModelConfig,
+    TaskAlgorithmConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
@@ -197,6 +204,7 @@ def make_batch(num_groups: int = 7, seed: int = 0) -> SequenceSample:
                 "rewards": (random.random(size) < 0.5).astype(float).tolist() if g != 4 else [1.0] * size,
                 "versions": [[7 if on else -1 for on in mask] for mask in masks],
                 "packed_ref_logprobs": [[-2.3 if on else 0.0 for on in mask] for mask in masks],
+                "task_ids": g % 3,
                 "values": [random.normal(0, 1, len(mask)).tolist() for mask in masks],
                 "dense_rewards": [random.normal(0, 0.1, len(mask)).tolist() for mask in masks],
             }
@@ -299,6 +307,15 @@ CONFIGS = {
     "entropy target": {"entropy_coef": 0.1, "entropy_target": 2.4, "entropy_step": 0.05, "epochs": 2},
     "teacher": {"teacher": TeacherConfig(coef=0.5), "kl_coef": 0.1},
     "teacher, naive, batch": {"teacher": TeacherConfig(), "use_decoupled_loss": False, "advantage_norm": "batch"},
+    "tasks": {
+        "teacher": TeacherConfig(coef=0.5),
+        "kl_coef": 0.1,
+        "tasks": {
+            "a": TaskAlgorithmConfig(baseline="leave_one_out", advantage_norm="none"),
+            "b": TaskAlgorithmConfig(teacher_coef=0.0, mask_too_long=True),
+            "c": TaskAlgorithmConfig(advantage_norm="none", discount=0.9, overlong_penalty=1.0, overlong_length=4),
+        },
+    },
     "leave one out, sequences": {"baseline": "leave_one_out", "advantage_norm": "none", "importance_level": "sequence"},
 }
 LAYOUTS = [
@@ -587,6 +604,21 @@ def test_a_teacher_adds_its_logprob_less_the_policys_to_the_advantage_of_each_to
     assert made is not None
     assert made.data["advantages"][4] == 0  # truncated, so not trained
     assert stats["distillation/token_mean"] == pytest.approx(0.5)
+
+
+def test_a_task_may_have_no_teacher_and_another_may_have_nothing_else() -> None:
+    """The first group learns from its rewards 1 and 0, and the second one from the teacher. The estimates of the reverse KL are
+    those of the test above, and the metric is their mean over the tokens of both."""
+    tasks = {"judged": TaskAlgorithmConfig(teacher_coef=0.0), "taught": TaskAlgorithmConfig(reward_scaling=0.0)}
+    train = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5), advantage_norm="none", tasks=tasks)
+    teacher = np.array([9, -0.1, -4, 9, -3.5] * 2, np.float32)
+    batch = tiny_batch().update(tiny_batch().derive({"packed_teacher_logprobs": teacher}))
+    batch = batch.update(SequenceSample(batch.ids, {"task_ids": [[1], [1]]}, {"task_ids": np.array([0, 1])}))
+    advantages = interfaces(train)["advantages"]
+    made, stats = advantages.run(FakeEngine(), batch, batch_ids=batch.ids, step=advantages.begin(0))
+    assert made is not None
+    assert made.data["advantages"].tolist() == pytest.approx([0, 1, 1, 0, 0, 0, 0.5, -1, 0, -0.25], abs=1e-5)
+    assert stats["distillation/token_mean"] == pytest.approx(1.5 / 3)
 
 
 def test_the_gradient_with_a_teacher_is_that_of_the_reverse_kl() -> None:
