@@ -18,13 +18,14 @@ import msgspec
 
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
+from asyncrl.dataflow.redistribution import transfers
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
-from asyncrl.protocol.calls import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC
+from asyncrl.protocol.calls import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, Redistribute
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
@@ -98,7 +99,8 @@ class PacedServer(Worker):
 
 
 class PacedTrainer(Worker):
-    """The only head and the only rank of a run: receives trajectories like a real one, sleeps for a train step, publishes weights.
+    """A head, and a data-parallel rank of training: receives trajectories like a real one, sleeps for a train step, and, if it is
+    the first, publishes weights.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, weight versions (the initial weights again).
     waits for: the next call; inside a train step for the clock.  unblocked by: the master.
@@ -108,6 +110,7 @@ class PacedTrainer(Worker):
         super().__init__(config.worker, system)
         self._config, self._step_s = config, pace.step_s
         self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
+        self._moved = set[str]()  # ids of the groups that other ranks would have sent to this one
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config = self._config
@@ -117,7 +120,7 @@ class PacedTrainer(Worker):
             self.system,
             self.incarnation,
             DataStore(config.store_capacity),
-            head=0,
+            head=self.info.index,
             check=partial(trajectory_error, limits=ModelLimits.of(config.model_path)),
             verdict_limit_s=config.train.call_timeout_s,
             services=self.services,
@@ -126,7 +129,7 @@ class PacedTrainer(Worker):
         server = NameResolvingReplyServer(
             directory.resolver,
             self.names,
-            index=0,
+            index=self.info.index,
             runtime=self.info.runtime,
             transport=self.system.transport,
             lease=directory.lease,
@@ -162,15 +165,19 @@ class PacedTrainer(Worker):
         start = self.system.clock.monotonic()
         if isinstance(body, ClearData):
             receiver.discard(body.ids)
+            self._moved.difference_update(body.ids)
+        if isinstance(body, Redistribute):
+            moves = [move for step in body.steps for move in transfers(step) if self.info.index in move.targets]
+            self._moved.update(ticket for move in moves for ticket in move.ids)
         if not isinstance(body, ExecuteMFC):
             return CallResult()
-        mfc = self._mfcs[body.mfc]
-        if missing := [ticket for ticket in body.ids if ticket not in receiver.store]:
+        mfc, mine = self._mfcs[body.mfc], body.parts[self.info.index]
+        if missing := [ticket for ticket in mine if ticket not in receiver.store and ticket not in self._moved]:
             raise RuntimeError(f"MFC {mfc.name!r}: this head does not have {missing[:5]}; master and head disagree")
         if mfc.kind == "train_step":
             share = 1.0 if body.ends_step and not body.batch else len(body.ids) / self._config.train.batch_size
             await asyncio.sleep(self._step_s * share)
-        return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
+        return CallResult(ids=list(mine), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
 
     async def _write(self, call: Call, body: CommitWeights) -> None:
         version, source = WeightVersion.parse(body.weight_version), Path(self._config.model_path)
