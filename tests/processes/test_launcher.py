@@ -174,6 +174,7 @@ def test_a_signal_while_workers_are_still_importing(start, number):
     assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.real_start
 @pytest.mark.release
 def test_config_yaml_has_the_values_of_auto_and_a_resume_chooses_anew(start):
     run = start(*ENDLESS, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -186,6 +187,7 @@ def test_config_yaml_has_the_values_of_auto_and_a_resume_chooses_anew(start):
     assert (asked.train.dtype, asked.train.tf32, asked.rollout.new_tokens_per_chunk) == (AUTO, AUTO, AUTO)
 
 
+@pytest.mark.real_start
 @pytest.mark.release
 def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):
     run = start(*ENDLESS, "runtime.stop_timeout_s=1000")
