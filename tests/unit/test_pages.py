@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.cli.main import UsageError, main, parse
 from asyncrl.config.import_object import import_object
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig, ppo_by_task
 from asyncrl.data import padded, sample_files, sequence
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
@@ -145,13 +145,23 @@ def test_check_accepts_the_config_of_the_readme(folder: Path, capsys: pytest.Cap
 
 
 def test_the_preset_of_the_algorithms_page_is_applied() -> None:
-    (block,) = pages.blocks(pages.ROOT / "docs" / "algorithms.md", "yaml")
+    block, _ = pages.blocks(pages.ROOT / "docs" / "algorithms.md", "yaml")
     shown = OmegaConf.create(block)
     overrides = [f"train.{key}={value}" for key, value in shown.train.items() if key != "ppo"]
     overrides += [f"train.ppo.{key}={value}" for key, value in shown.train.ppo.items()]
     config = load_experiment(pages.ROOT / "configs" / "quickstart_cpu.yaml", overrides)
     assert config.train.ppo.eps_clip_higher == shown.train.ppo.eps_clip_higher
     assert config.rollout.reject_equal_rewards  # of dapo
+
+
+def test_the_tasks_of_the_algorithms_page_may_have_their_algorithms() -> None:
+    _, block = pages.blocks(pages.ROOT / "docs" / "algorithms.md", "yaml")
+    tasks = {name: {"reward": "my_task.py:reward"} for name in ("code", "math", "chat")}
+    train = OmegaConf.to_container(OmegaConf.create(block).train)
+    overrides = [f"train={json.dumps(train)}", f"rollout.tasks={json.dumps(tasks)}"]
+    config = load_experiment(pages.ROOT / "configs" / "quickstart_cpu.yaml", overrides)
+    own = ppo_by_task(config.train.ppo, config.train.tasks)
+    assert [own[name].reward_scaling for name in ("chat", "code", "math")] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["hosts", "slurm"])
