@@ -1037,10 +1037,9 @@ def rollout_of_task(rollout: RolloutConfig, name: str) -> RolloutConfig:
 def ppo_by_task(ppo: PPOConfig, tasks: Mapping[str, TaskAlgorithmConfig]) -> dict[str, PPOConfig]:
     """`train.ppo` with the values that each task of train.tasks has of its own, in the order of task ids."""
     names = [entry.name for entry in fields(TaskAlgorithmConfig) if entry.name != "teacher_coef"]
-    own = {task: {name: getattr(values, name) for name in names} for task, values in sorted(tasks.items())}
     return {
-        task: replace(ppo, **{name: value for name, value in values.items() if value is not None})
-        for task, values in own.items()
+        task: replace(ppo, **{name: value for name in names if (value := getattr(own, name)) is not None})
+        for task, own in sorted(tasks.items())
     }
 
 

@@ -227,7 +227,11 @@ def _bad_algorithms_of_tasks(config: ExperimentConfig) -> Iterator[Problem]:
     """Values of train.tasks that do not fit the run, or each other."""
     train, tasks = config.train, config.rollout.tasks
     if train.tasks and mode_of(config.mode).replays:
-        yield "train.tasks", {}, "mode=train_only knows the names of no recorded task; leave it out"
+        yield (
+            "train.tasks",
+            {},
+            "recordings have the numbers of tasks, and not their names; with mode=train_only leave it out",
+        )
         return
     yield from problems_among(
         config,
