@@ -19,6 +19,7 @@ from asyncrl.rewards.judges import JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import Form
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession, SeatReward
+from asyncrl.runtime.unix_sockets import folder_of_run
 
 _LOGGER = logging.getLogger(__name__)
 _EPISODE = Form("function of episodes", ("settings", "item", "address"), seats=True)
@@ -84,7 +85,7 @@ class VerifiersAgent(EpisodeAgent):
         config: Mapping[str, Any] | None = None,  # verifiers' own: `taskset`, `timeout`, a mapping for each seat, ...
         **episode: Any,  # arguments of EpisodeAgent
     ) -> None:
-        settings = {"environment": environment, "config": dict(config or {})}
+        settings = {"environment": environment, "config": dict(config or {}), "folder": folder_of_run()}
         super().__init__(play="asyncrl.rollout.verifiers_episode:play", settings=settings, **episode)
 
     async def start(self) -> None:

@@ -18,10 +18,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.mcp import launch
+from verifiers.v1.runtimes import subprocess
 from verifiers.v1.utils.compile import validate_pairing
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, load_harness, resolve_env_config
 
@@ -30,13 +33,25 @@ from asyncrl.rollout import verifiers_harness
 _KEY = "ASYNCRL_SESSION_KEY"  # where verifiers' client looks for the session's key
 _HARNESS = "asyncrl_in_process"
 sys.modules[_HARNESS] = verifiers_harness  # verifiers finds harnesses by the names of modules, without dots
+_read_port = launch._read_back_port
 
+
+async def _take_port(runtime: Any, path: str) -> int:
+    """Read the file in which a tool's server names its port, and remove it, which verifiers does not."""
+    port: int = await _read_port(runtime, path)
+    if runtime.type == "subprocess":
+        os.unlink(path)
+    return port
+
+
+launch._read_back_port = _take_port
 
 Seats = list[tuple[str, float, str]]  # seat, reward, speaker
 
 
 def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats | float:
-    """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping.
+    """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping,
+    and `folder`, for the files of episodes, which those that are killed leave.
 
     Returns the reward of each seat that is trained. A seat is an agent of verifiers', and each of its runs a speaker, which
     verifiers' client names in the header X-Session-ID. Raises RuntimeError with the cause if the episode failed: its reward would
@@ -74,6 +89,8 @@ async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, A
 @functools.cache
 def _loaded(settings: str) -> Any:
     given = json.loads(settings)
+    if given.get("folder"):
+        subprocess.CACHE_DIR = Path(given["folder"])
     return load_environment(_config(given["environment"], given.get("config", {})))
 
 

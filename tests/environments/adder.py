@@ -17,6 +17,9 @@ class Numbers(vf.Toolset[vf.ToolsetConfig]):
             time.sleep(600)  # noqa: ASYNC251 - the planted fault
         if a == 14:
             os._exit(3)
+        if a == 15:
+            has_port_file = os.path.exists(os.environ["MCP_PORT_FILE"])  # noqa: ASYNC240
+            return f"{os.environ['TMPDIR']} {has_port_file}"
         return str(a + b)
 
 
@@ -44,7 +47,7 @@ class SumsConfig(vf.TasksetConfig):
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self) -> Iterator[Sum]:
-        for a in (3, 13, 14):
+        for a in (3, 13, 14, 15):
             yield Sum(Data(prompt=f"{a} 4", total=str(a + 4)), self.config.task)
 
 

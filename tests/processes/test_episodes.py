@@ -27,6 +27,7 @@ from asyncrl.rollout.episodes import EpisodeAgent, VerifiersAgent
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
+from asyncrl.runtime import unix_sockets
 
 LIMIT_S = 120.0
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
@@ -298,6 +299,18 @@ async def test_tools_by_mcp(endpoint: ChatEndpoint, with_tools: None) -> None:
     assert sample.data["rewards"].tolist() == [1.0]
     ids, sampled = sample.slices("packed_input_ids")[0][0], sample.slices("loss_mask")[0][0]
     assert TOKENIZER.decode(ids[sampled]).count("<|im_end|>") == 2
+
+
+async def test_files_of_an_episode_are_in_the_folder_of_the_run(
+    endpoint: ChatEndpoint, with_tools: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher removes it, also those of an episode that was killed. The file with the port of a tool's server is removed."""
+    monkeypatch.setattr(unix_sockets, "_folder", str(tmp_path))
+    (said,) = spoken(await collect(verifiers("adder"), endpoint, call_add, index=3))
+    folder, has_port_file = said.removesuffix("<|im_end|>").rpartition("<|im_end|>")[2].split()
+    assert has_port_file == "False"
+    assert tmp_path in Path(folder).parents
+    assert not Path(folder).exists()  # noqa: ASYNC240
 
 
 @pytest.mark.release
