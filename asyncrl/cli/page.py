@@ -44,9 +44,7 @@ from asyncrl.runtime.metrics import METRICS_FILE
 _POINTS = 500  # most points of a curve
 # An answer is given again for this long. With the page's turns a record is on the screen within a second
 _FRESH_S = 0.3
-_FRESH_SLOW_S = (
-    1.0  # the same for an answer for which name resolve is asked, or a folder with a file for each group is listed
-)
+_FRESH_SLOW_S = 1.0  # the same where name resolve is asked, or a folder with a file for each group is listed
 _SLOW = ("processes", "trajectories")
 _TOKENS_TENTHS = 50  # curves of the servers' tokens are made anew for each five seconds of tokens
 _MOST_ANSWERS = 32  # kept
@@ -86,10 +84,8 @@ class Page:
         self._surroundings: tuple[Path, Surroundings] | None = None
         self._entries: dict[Path, tuple[object, RunEntry]] = {}  # and what each was made from
         self._timeline: tuple[object, object] = (None, None)  # of one run, and what it was made from
-        self._answers: dict[
-            str, tuple[float, bytes, str]
-        ] = {}  # request -> (monotonic seconds, JSON, tag); the oldest first
-        self._num_contents = 0
+        # request -> (monotonic seconds, JSON, tag); the oldest first
+        self._answers: dict[str, tuple[float, bytes, str]] = {}
         self._encodings: dict[str, tuple[object, bytes]] = {}  # view -> its newest content, and that as JSON
 
         self.views: dict[str, View] = {
@@ -130,15 +126,14 @@ class Page:
         return answer
 
     async def _body(self, asked: str, view: str, query: Mapping[str, str]) -> tuple[bytes, str]:
-        """JSON, and the tag of this content."""
+        """JSON, and its tag: of the content alone, because a tab outlives this process."""
         async with self._one_at_a_time:
             made, body, tag = self._answers.pop(asked, (-math.inf, b"", ""))
             if self._clock.monotonic() - made >= (_FRESH_SLOW_S if view in _SLOW else _FRESH_S):
                 before, body = body, await asyncio.to_thread(self._encoded, view, query)
                 made = self._clock.monotonic()
                 if body != before:
-                    self._num_contents += 1
-                    tag = f'"{self._num_contents}"'
+                    tag = f'"{sha256(body).hexdigest()}"'
             self._answers[asked] = made, body, tag
             while len(self._answers) > _MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]

@@ -291,6 +291,15 @@ async def test_a_content_that_the_client_has_is_not_sent_again(run_dir):
     assert len(set(tags)) == len(tags)
 
 
+async def test_a_tab_that_outlives_the_server_gets_what_is_new(run_dir):
+    async with served({"t0": run_dir}) as (_, send):
+        tag = (await send("/api/runs"))[1]["ETag"]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(9)) + "\n")
+    async with served({"t0": run_dir}) as (_, send):
+        assert (await send("/api/runs", tag=tag))[0] == 200
+
+
 async def test_a_new_record_costs_no_work_for_the_earlier_ones(tmp_path, monkeypatch):
     """What is asked of 600 steps, beside operations on whole columns, is about what is asked of 300."""
     asked_for = []
