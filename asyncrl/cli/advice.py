@@ -11,7 +11,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from asyncrl.cli.run_files import Run, number
@@ -322,8 +321,8 @@ def _split(run: Run, times: _Times) -> str:
 
 
 def _used(run: Run) -> float:
-    """The share of what the servers can generate that they generated in the newest steps. They can generate what they did in the
-    best tenth of their time. NaN: unknown."""
+    """The share of what the servers can generate that they generated in the newest steps. They can generate the least of what they
+    did in the best tenth of their time. Its mean would count bursts, such as after a pause. NaN: unknown."""
     steps = run.steps[-WINDOW:]
     begin = number(steps[0], "time") - number(steps[0], "time/step_s")
     first, end = begin / JOURNAL_BUCKET_S, number(steps[-1], "time") / JOURNAL_BUCKET_S
@@ -334,8 +333,10 @@ def _used(run: Run) -> float:
         for tenth, tokens in newest:
             if first <= tenth < end:
                 sums[server, tenth] += tokens  # type: ignore[assignment]
-    best = sorted(sums.values())[-max(1, len(sums) // _BEST) :]
-    return sum(sums.values()) / (fmean(best) * len(run.newest_tokens) * (end - first)) if best else math.nan
+    if not sums:
+        return math.nan
+    can = sorted(sums.values())[-max(1, len(sums) // _BEST)]
+    return min(1.0, sum(sums.values()) / (can * len(run.newest_tokens) * (end - first)))
 
 
 def _devices(run: Run, kind: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,18 @@ def test_the_idle_side_is_named_and_the_split_is_within_a_tenth_of_the_best(
     assert tried[int(advised)] <= 1.1 * min(tried.values())
     assert tried[present] > 1.2 * min(tried.values())
     assert int(share) / 100 == pytest.approx(tried[int(advised)] / tried[present], abs=0.15)
+
+
+def test_bursts_of_tokens_do_not_count_as_what_servers_can_generate() -> None:
+    """A server that catches up after a pause emits several times its rate for a moment."""
+    run = Workload(generation=5.0, training=5.0).run(1, DEVICES - 1)
+    bursts = tuple(
+        tuple((tenth, tokens * (4 if tenth % 15 == 0 else 1)) for tenth, tokens in server)
+        for server in run.newest_tokens
+    )
+    (found,) = advise(replace(run, newest_tokens=bursts))
+    assert found.title == "the trainer is idle"
+    assert "about 4 should generate" in found.remedy
 
 
 def test_a_run_at_the_best_split_gets_no_advice_to_change_it() -> None:
