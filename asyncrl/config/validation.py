@@ -252,7 +252,7 @@ def _bad_algorithms_of_tasks(config: ExperimentConfig) -> Iterator[Problem]:
         place, own = f"train.tasks.{name}", train.tasks[name]
         if name not in tasks:
             known = f"tasks: {', '.join(sorted(tasks))}"
-            yield place, own, f"is not in rollout.tasks; {did_you_mean(name, tasks)}{known}"
+            yield "train.tasks", name, f"is not in rollout.tasks; {did_you_mean(name, tasks)}{known}"
         if judges_by_group(ppo) and not judges_by_group(train.ppo) and config.rollout.group_size == 1:
             field = "advantage_norm" if ppo.advantage_norm == "group" else "baseline"
             yield f"{place}.{field}", getattr(ppo, field), "a group of one has no advantage; use rollout.group_size > 1"
