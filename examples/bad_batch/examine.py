@@ -42,7 +42,8 @@ def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> It
     for meta, values in sequences(folder):
         one = SequenceSample.from_groups(["one"], [{key: [values[key]] for key in actor.keys}])
         one = one.remap_keys({"trained_mask": "loss_mask"})
-        loss_fn = PPOLoss(actor.ppo, loss_denominator(actor.ppo, max(1, int(values["trained_mask"].sum())), 1))
+        denominator = loss_denominator(actor.ppo, max(1, int(values["trained_mask"].sum())), 1)
+        loss_fn = PPOLoss(actor.ppo, denominator, anchor_is_current=actor.anchor_is_current)
         stats = engine.try_step(one, loss_fn, temperature=actor.temperature)
         bad = [*bad_keys(values), *(name for name in ("loss", "grad_norm") if not np.isfinite(stats[name]))]
         yield f"{meta}: NOT FINITE: {', '.join(bad)}" if bad else f"{meta}: finite"
