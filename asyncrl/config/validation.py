@@ -226,28 +226,19 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
 def _bad_algorithms_of_tasks(config: ExperimentConfig) -> Iterator[Problem]:
     """Values of train.tasks that do not fit the run, or each other."""
     train, tasks = config.train, config.rollout.tasks
-    if train.tasks and mode_of(config.mode).replays:
-        yield (
-            "train.tasks",
-            {},
-            "recordings have the numbers of tasks, and not their names; with mode=train_only leave it out",
-        )
-        return
-    yield from problems_among(
-        config,
+    for is_wrong, remedy in (
         (
-            (
-                bool(train.tasks) and train.ppo.advantage_norm == "batch",
-                "train.ppo.advantage_norm",
-                "normalises over the groups of all tasks; with train.tasks use group or none",
-            ),
-            (
-                bool(train.tasks) and train.critic is not None,
-                "train.critic",
-                "predicts rewards that are shaped alike; with train.tasks leave it out",
-            ),
+            mode_of(config.mode).replays,
+            "recordings have the numbers of tasks, and not their names; with mode=train_only leave it out",
         ),
-    )
+        (
+            train.ppo.advantage_norm == "batch",
+            "train.ppo.advantage_norm=batch normalises over the groups of all tasks; use group or none, or leave it out",
+        ),
+        (train.critic is not None, "train.critic predicts rewards that are shaped alike; leave one of the two out"),
+    ):
+        if train.tasks and is_wrong:
+            yield "train.tasks", sorted(train.tasks), remedy
     for name, ppo in ppo_by_task(train.ppo, train.tasks).items():
         place, own = f"train.tasks.{name}", train.tasks[name]
         if name not in tasks:
