@@ -291,6 +291,14 @@ async def test_a_content_that_the_client_has_is_not_sent_again(run_dir):
     assert len(set(tags)) == len(tags)
 
 
+async def test_the_processes_of_a_damaged_run_are_a_reason(run_dir):
+    (run_dir / "run.json").write_text("{")
+    async with served({"t0": run_dir}) as (_, send):
+        seen = await asked(send, "/api/processes", run="t0")
+    assert "run.json cannot be read" in seen["title"]
+    assert seen["workers"] == []
+
+
 async def test_a_tab_that_outlives_the_server_gets_what_is_new(run_dir):
     async with served({"t0": run_dir}) as (_, send):
         tag = (await send("/api/runs"))[1]["ETag"]
