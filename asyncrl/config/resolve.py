@@ -207,7 +207,7 @@ def _training(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
         if resumed is not None and resumed.batch_size != train.batch_size:
             left = facts.num_prompts * train.num_epochs - resumed.num_done
             steps = min(resumed.step + math.ceil(left / train.batch_size), train.max_steps or sys.maxsize)
-    # Task ids number all tasks, so that one with values of its own makes all be named
+    # Task ids number all tasks by name. So if one task has an algorithm of its own, all tasks are named here
     own = {name: train.tasks.get(name, TaskAlgorithmConfig()) for name in config.rollout.tasks if train.tasks}
     ppo = replace(ppo, temperature=temperature)
     return replace(config, train=replace(train, total_steps=steps, ppo=ppo, tasks=own))

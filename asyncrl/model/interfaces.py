@@ -561,12 +561,11 @@ class AdvantagesInterface(Interface):
         check_input_keys(mfc, self.keys)
         for ppo in (train.ppo, *ppo_by_task(train.ppo, self.tasks).values()):
             check_ppo_config(ppo)
-            if "values" not in self.keys or not judges_by_group(ppo):
-                continue
-            raise ValueError(
-                f"train.ppo.advantage_norm={ppo.advantage_norm} with baseline={ppo.baseline} scores a response within "
-                "its group and uses no values; with a critic use advantage_norm batch or none, and baseline none"
-            )
+            if "values" in self.keys and judges_by_group(ppo):
+                raise ValueError(
+                    f"train.ppo.advantage_norm={ppo.advantage_norm} with baseline={ppo.baseline} scores a response within "
+                    "its group and uses no values; with a critic use advantage_norm batch or none, and baseline none"
+                )
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
@@ -631,7 +630,7 @@ class AdvantagesInterface(Interface):
             policy_T, teacher_T = (data[key] for key in distillation_keys(self.ppo))
             bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, coef)
             made = replace(made, advantages_T=made.advantages_T + bonus_T)
-            apart_T = distillation_advantages(policy_T, teacher_T, made.mask_T, -1.0)
+            apart_T = (policy_T - teacher_T).masked_fill(~made.mask_T, 0.0)
             distilled = {"distilled": local.sums(apart_T, local.group_of_T)}
         columns = group_columns(local, made, adds_dense=self.adds_dense) | distilled
         if "values" in data:

@@ -24,7 +24,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.mcp import launch
-from verifiers.v1.runtimes import subprocess
+from verifiers.v1.runtimes import subprocess as runtime_of_subprocesses
 from verifiers.v1.utils.compile import validate_pairing
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, load_harness, resolve_env_config
 
@@ -90,7 +90,7 @@ async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, A
 def _loaded(settings: str) -> Any:
     given = json.loads(settings)
     if given.get("folder"):
-        subprocess.CACHE_DIR = Path(given["folder"])
+        runtime_of_subprocesses.CACHE_DIR = Path(given["folder"])
     return load_environment(_config(given["environment"], given.get("config", {})))
 
 
