@@ -128,7 +128,8 @@ class Generate(Generic[Result]):
         if n == 1 and most > 1 and (judged or self._config.reject_equal_rewards):
             raise ValueError(
                 "actor.generate(n=1): a group of one has no advantage, and rollout.reject_equal_rewards would reject it; use "
-                "n > 1, or train.ppo.advantage_norm=batch, train.ppo.baseline=none and rollout.reject_equal_rewards=false"
+                "n > 1, or train.ppo.advantage_norm=batch (in train.tasks none), baseline=none and "
+                "rollout.reject_equal_rewards=false"
             )
         return n
 
