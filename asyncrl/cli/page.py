@@ -44,8 +44,7 @@ from asyncrl.runtime.metrics import METRICS_FILE
 _POINTS = 500  # most points of a curve
 # An answer is given again for this long. With the page's turns a record is on the screen within a second
 _FRESH_S = 0.3
-_FRESH_SLOW_S = 1.0  # the same where name resolve is asked, or a folder with a file for each group is listed
-_SLOW = ("processes", "trajectories")
+_FRESH_RESOLVED_S = 1.0  # that of the processes, for which name resolve is asked
 _TOKENS_TENTHS = 50  # curves of the servers' tokens are made anew for each five seconds of tokens
 _MOST_ANSWERS = 32  # kept
 _MOST_SEARCHED, _MOST_FOUND = 2000, 200  # recorded trajectories
@@ -81,6 +80,7 @@ class Page:
         self._files = {name: RunFiles(path) for name, path in run_dirs.items()}
         self._one_at_a_time = asyncio.Lock()
         self._groups: dict[str, dict[str, Any]] = {}  # the newest recorded files of one run
+        self._listing: tuple[object, object] = (None, None)  # of these, and what it was made from
         self._surroundings: tuple[Path, Surroundings] | None = None
         self._entries: dict[Path, tuple[object, RunEntry]] = {}  # and what each was made from
         self._timeline: tuple[object, object] = (None, None)  # of one run, and what it was made from
@@ -129,7 +129,7 @@ class Page:
         """JSON, and its tag: of the content alone, because a tab outlives this process."""
         async with self._one_at_a_time:
             made, body, tag = self._answers.pop(asked, (-math.inf, b"", ""))
-            if self._clock.monotonic() - made >= (_FRESH_SLOW_S if view in _SLOW else _FRESH_S):
+            if self._clock.monotonic() - made >= (_FRESH_RESOLVED_S if view == "processes" else _FRESH_S):
                 before, body = body, await asyncio.to_thread(self._encoded, view, query)
                 made = self._clock.monotonic()
                 if body != before:
@@ -227,12 +227,16 @@ class Page:
     def _trajectories(self, query: Mapping[str, str]) -> object:
         """Groups with a response that fits all of the request's bounds, the newest first."""
         try:
-            recorded = self._of(query).recorded()[::-1]
+            recorded = self._of(query).recorded()
         except TrajectoryError:
             recorded = []
+        if self._listing[0] != (mark := (query, recorded)):
+            self._listing = mark, self._make_listing(recorded[::-1], _filter(query))
+        return self._listing[1]
+
+    def _make_listing(self, recorded: list[Path], fits: Callable[[Mapping[str, Any]], bool]) -> object:
         searched = recorded[:_MOST_SEARCHED]
         self._groups = {file: self._groups.get(file) or self._group(path) for path in searched for file in [str(path)]}
-        fits = _filter(query)
         found = [group for group in self._groups.values() if group and fits(group)]
         return {"total": len(recorded), "searched": len(searched), "found": found[:_MOST_FOUND]}
 

@@ -301,6 +301,7 @@ class RunFiles:
         self.generating = Tenths()
         self.num_broken_lines = 0
         self._begun: list[Record] = []
+        self._recorded: tuple[object, list[Path]] = (None, [])  # and what it was made from: names of files
         self._readers: dict[Path, JsonLinesReader] = {}
         self._inode = self._inode_of_metrics()
 
@@ -419,15 +420,16 @@ class RunFiles:
         Raises TrajectoryError if there are none."""
         newest = find_recording(self.run_dir)
         lineage = lineage_of(attempts_of(self._begun))
-        if lineage is None or newest != recording_dir(self.run_dir, lineage.newest):
-            return list_recording(newest)
-        return [
-            file
-            for stretch in lineage.stretches
-            for file in list_recording(recording_dir(self.run_dir, stretch.attempt))
+        parts: list[tuple[Path, Stretch | None]] = [(newest, None)]
+        if lineage is not None and newest == recording_dir(self.run_dir, lineage.newest):
+            parts = [(recording_dir(self.run_dir, stretch.attempt), stretch) for stretch in lineage.stretches]
+        mark = [(*part, os.listdir(part[0]) if part[0].is_dir() else []) for part in parts]
+        if self._recorded[0] != mark:
+            files = [(file, stretch) for folder, stretch in parts for file in list_recording(folder)]
             # A file's number is the weight version from which its train step began, so the step's own number is one higher
-            if stretch.has(step_of(file) + 1)
-        ]
+            kept = [file for file, stretch in files if stretch is None or stretch.has(step_of(file) + 1)]
+            self._recorded = mark, kept
+        return self._recorded[1]
 
 
 def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:

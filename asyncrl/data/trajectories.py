@@ -9,6 +9,7 @@ recording: by train step (in a rollout-only run: by batch), then by the group's 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import re
 import threading
@@ -119,12 +120,12 @@ def find_recording(path: Path) -> Path:
 
     Raises TrajectoryError if there is none.
     """
-    if any(_files(path)):
+    if any(_matches(path)):
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     attempts = [entry for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name)] if folder.is_dir() else []
     for attempt in sorted(attempts, key=lambda entry: int(entry.name.partition("_")[2]), reverse=True):
-        if any(_files(attempt)):
+        if any(_matches(attempt)):
             return attempt
     raise TrajectoryError(
         f"{path} holds no recorded trajectories. Record them with `record.trajectories=true` (in any run) or `mode=rollout_only`"
@@ -133,22 +134,22 @@ def find_recording(path: Path) -> Path:
 
 def list_recording(folder: Path) -> list[Path]:
     """List the files of a recording, in the order of recording."""
-    return sorted(_files(folder), key=lambda path: (_place(path), path.name))
+    matches = sorted(_matches(folder), key=lambda match: (int(match[1]), int(match[2]), match[0]))
+    return [folder / match[0] for match in matches]
 
 
 def step_of(path: Path) -> int:
     """The step in the name of a recorded file."""
-    return _place(path)[0]
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else iter(())
-
-
-def _place(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match is not None
-    return int(match[1]), int(match[2])
+    return int(match[1])
+
+
+def _matches(folder: Path) -> Iterator[re.Match[str]]:
+    """Of _NAME, one for each recorded file."""
+    if folder.is_dir():
+        with os.scandir(folder) as entries:
+            yield from (match for entry in entries if (match := _NAME.fullmatch(entry.name)))
 
 
 # --------------------------------------------------------------------------------------------------------- recording

@@ -21,7 +21,7 @@ from asyncrl.cli.curves import picture
 from asyncrl.cli.main import main
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
 from asyncrl.cli.run_files import number
-from asyncrl.data.trajectories import Entry
+from asyncrl.data.trajectories import Entry, list_recording
 from asyncrl.launch.rundir import RunRecord, write_record
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.http_server import listen_routes
@@ -248,12 +248,17 @@ async def test_a_new_record_is_on_the_screen_within_a_second(run_dir):
     every_s = int(re.search(r"EVERY_MS = (\d+)", (FILES / "page.js").read_text())[1]) / 1000
     clock = ManualClock()
     async with served({"t0": run_dir}, clock) as (_, send):
-        for path, query in (("/api/learning", {"runs": '["t0"]'}), ("/api/time", {"run": "t0"})):
-            await asked(send, path, **query)
+        one = {"run": "t0"}
+        views = [("/api/learning", {"runs": '["t0"]'}), ("/api/time", one), ("/api/trajectories", one)]
+        for index, (path, query) in enumerate(views):
+            value = 0.8125 + index
+            assert str(value) not in json.dumps(await asked(send, path, **query))
             with (run_dir / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step(9, **{"reward/mean": 0.75, "throughput/tokens_per_s": 0.75})) + "\n")
+                file.write(json.dumps(step(9, **{"reward/mean": value, "throughput/tokens_per_s": value})) + "\n")
+            meta, sample = make_group(9, rewards=(value, 0.25), lengths=(4, 9))
+            make_store(run_dir, trained=True).write(9 + index, 1, [Entry(sample, meta, 0)])
             since = 0.0
-            while "0.75" not in json.dumps(await asked(send, path, **query)):
+            while str(value) not in json.dumps(await asked(send, path, **query)):
                 clock.now += every_s
                 since += every_s
             assert (
@@ -273,6 +278,23 @@ async def test_views_of_records_are_made_anew_only_after_a_new_record(run_dir, m
             await asked(send, "/api/learning", runs='["t0"]')
             clock.now += 1
     assert made == [3, 4]
+
+
+async def test_trajectories_are_listed_anew_only_after_a_file_came_or_went(run_dir, monkeypatch):
+    listed = []
+    monkeypatch.setattr(run_files, "list_recording", lambda folder: listed.append(folder) or list_recording(folder))
+    clock = ManualClock()
+    async with served({"t0": run_dir}, clock) as (_, send):
+        for change, total in ((None, 4), (None, 4), ("went", 3), ("came", 4), (None, 4)):
+            if change == "went":
+                list_recording(run_dir / "trajectories" / "attempt_1")[0].unlink()
+            if change == "came":
+                meta, sample = make_group(9)
+                make_store(run_dir, trained=True).write(9, 1, [Entry(sample, meta, 0)])
+            found = await asked(send, "/api/trajectories", run="t0")
+            assert (found["total"], len(found["found"])) == (total, total)
+            clock.now += 1
+    assert len(listed) == 3
 
 
 async def test_a_content_that_the_client_has_is_not_sent_again(run_dir):
