@@ -49,29 +49,70 @@ launch._read_back_port = _take_port
 Seats = list[tuple[str, float, str]]  # seat, reward, speaker
 
 
-def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats | float:
+class _Servers:
+    """What the episodes of an environment share in this process: the servers of its taskset's tools, and verifiers' proxy."""
+
+    def __init__(self, environment: Any) -> None:
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ending = asyncio.Event()
+        # One task begins and ends them, as an environment expects
+        self._task = asyncio.create_task(self._serve(environment))
+
+    async def _serve(self, environment: Any) -> None:
+        async with environment.serving():
+            self._started.set_result(None)
+            await self._ending.wait()
+
+    async def start(self) -> None:
+        """Wait until they are started. Raises the error of the start."""
+        await asyncio.wait((self._task, self._started), return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            await self._task
+
+    async def end(self) -> None:
+        self._ending.set()
+        await asyncio.wait((self._task,))
+
+
+_servers: dict[str, _Servers] = {}  # by settings
+
+
+async def play(settings: Mapping[str, Any], item: Mapping[str, Any], address: Mapping[str, Any]) -> Seats | float:
     """Play the task of a row of the prompts. settings: `environment`, its name; optionally `config`, verifiers' own, as a mapping,
     and `folder`, for the files of episodes, which those that are killed leave.
 
     Returns the reward of each seat that is trained. A seat is an agent of verifiers', and each of its runs a speaker, which
     verifiers' client names in the header X-Session-ID. Raises RuntimeError with the cause if the episode failed: its reward would
-    be 0.
+    be 0. The servers that episodes share are then started anew, because one of them may be the cause.
     Without an address it plays nothing, and only makes the environment. Raises verifiers' error if no episode could be played.
     """
+    key = json.dumps(settings, sort_keys=True)
+    environment = _loaded(key)
     if not address:
-        _check(_loaded(json.dumps(settings, sort_keys=True)))
+        _check(environment)
         return 0.0
-    return asyncio.run(_play(settings, int(item["index"]), address))
-
-
-async def _play(settings: Mapping[str, Any], index: int, address: Mapping[str, Any]) -> Seats:
-    environment = _loaded(json.dumps(settings, sort_keys=True))
     os.environ[_KEY] = address["api_key"]
+    if key not in _servers:
+        _servers[key] = _Servers(environment)
+    servers = _servers[key]
+    try:
+        await servers.start()
+        kept = asyncio.all_tasks()
+        try:
+            return await _play(environment, int(item["index"]), address)
+        finally:  # what the episode leaves does not go on in the next one
+            if left := asyncio.all_tasks() - kept:
+                for task in left:
+                    task.cancel()
+                await asyncio.wait(left)
+    except Exception:
+        await _servers.pop(key).end()
+        raise
+
+
+async def _play(environment: Any, index: int, address: Mapping[str, Any]) -> Seats:
     client = vf.EvalClientConfig(base_url=address["base_url"], api_key_var=_KEY)
-    async with environment.serving():
-        episode = await environment.run_episode(
-            _task(environment, index), vf.ModelContext("policy", client, vf.Sampling())
-        )
+    episode = await environment.run_episode(_task(environment, index), vf.ModelContext("policy", client, vf.Sampling()))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or errors:
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")

@@ -29,12 +29,13 @@ class Data(vf.TaskData):
 
 class TaskConfig(vf.TaskConfig):
     numbers: vf.ToolsetConfig = vf.ToolsetConfig()
+    shared: bool = False  # one server for all episodes
 
 
 class Sum(vf.Task[Data, vf.State, TaskConfig]):
     @classmethod
     def toolsets(cls, config: TaskConfig) -> list[vf.Toolset]:
-        return [Numbers(config.numbers)]
+        return [] if config.shared else [Numbers(config.numbers)]
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
@@ -46,6 +47,10 @@ class SumsConfig(vf.TasksetConfig):
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
+    @classmethod
+    def toolsets(cls, config: SumsConfig) -> list[vf.Toolset]:
+        return [Numbers(config.task.numbers)] if config.task.shared else []
+
     def load(self) -> Iterator[Sum]:
         for a in (3, 13, 14, 15):
             yield Sum(Data(prompt=f"{a} 4", total=str(a + 4)), self.config.task)

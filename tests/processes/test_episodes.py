@@ -314,6 +314,21 @@ async def test_files_of_an_episode_are_in_the_folder_of_the_run(
 
 
 @pytest.mark.release
+async def test_episodes_share_a_server_until_one_fails(endpoint: ChatEndpoint, with_tools: None) -> None:
+    made = verifiers("adder", config={"taskset": {"task": {"shared": True}}}, processes=1)
+
+    async def folder() -> str:
+        (said,) = spoken(await collect(made, endpoint, call_add, index=3))
+        return said.rpartition("</tool_call>")[2].split()[0]
+
+    first = await folder()
+    assert await folder() == first
+    with pytest.raises(RolloutReleased, match="episode_error"):
+        await collect(made, endpoint, call_add, index=2)
+    assert await folder() != first
+
+
+@pytest.mark.release
 async def test_the_error_names_why_a_tool_server_is_not_reached(endpoint: ChatEndpoint, with_tools: None) -> None:
     elsewhere = {"taskset": {"task": {"numbers": {"url": "http://127.0.0.1:9/mcp"}}}}
     with pytest.raises(RolloutReleased, match="ConnectError"):
