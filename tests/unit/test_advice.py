@@ -1,6 +1,7 @@
 """A run that does not learn is told why; a healthy run gets no advice."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ EQUAL = {"reward__equal_group_share": 0.9}
         ({"actor__entropy": 0.01}, ["entropy"]),
         ({"reward__max": 0.0}, ["same_reward"]),
         ({"reward__max": float("nan"), "reward__min": float("nan")}, []),
+        ({"actor__entropy": None, "length__truncated_share": None, "reward__equal_group_share": None}, []),
         ({**EQUAL, "length__truncated_share": 0.9}, ["equal_groups", "truncated"]),
     ],
 )
@@ -62,12 +64,15 @@ def test_nothing_is_said_of_a_run_that_learns_or_has_just_begun():
     assert names(records(RISING, **signs)) == []
     assert names(records(FLAT[: LEAST_STEPS - 1], **signs)) == []
     assert names(records(FLAT[:LEAST_STEPS], **signs)) != []
+    assert names(records([0.1] * 6 + [0.2] * 6, **signs)) == []  # the second half is compared with the first
 
 
 def test_a_task_that_is_nearly_solved_has_equal_groups():
     """As at the end of the quickstart, and after a resume there."""
     solved = records([0.93] * 30, reward__equal_group_share=0.8, actor__entropy=0.01)
     assert names(solved) == []
+    below_zero = records([0.7] * 30, reward__min=-1.0, reward__equal_group_share=0.8, actor__entropy=0.01)
+    assert names(below_zero) == []
     assert "too easy" in Advice(records([0.97] * 30, reward__equal_group_share=0.95)).symptoms()[0].remedy
 
 
@@ -79,12 +84,24 @@ def test_rejected_prompts_are_told_with_the_remedy_of_the_main_reason():
     assert symptom.line.startswith(
         "the reward does not rise: 48% of the prompts were rejected, most of them as prompt_too_long. Leave long"
     )
+    found[-1]["rejected/odd"] = 6000.0  # a reason that is new, and has no remedy of its own
+    (symptom,) = Advice(found).symptoms()
+    assert "most of them as odd. See the log" in symptom.line
 
 
 def test_advice_is_repeated_when_the_steps_have_doubled():
     news = AdviceNews()
     said = [record["step"] for record in records(FLAT * 2, **EQUAL) if news.new(record)]
     assert said == [LEAST_STEPS, 2 * LEAST_STEPS, 4 * LEAST_STEPS]
+
+
+def test_another_symptom_is_told_when_it_appears():
+    news, said = AdviceNews(), []
+    for record in records(FLAT, **EQUAL):
+        if record["step"] >= 10:
+            record["length/truncated_share"] = 1.0
+        said += [(record["step"], "cut off" in line) for line in news.new(record)]
+    assert said == [(12, False), (14, True), (24, False), (28, True)]
 
 
 def test_a_step_line_has_the_symptoms_also_on_a_narrow_terminal():
@@ -133,6 +150,12 @@ def test_sampler_and_trainer_that_differ_are_told_also_if_the_reward_rises(chang
     found = Advice(records(RISING, **changes)).symptoms()
     assert [one.title for one in found] == [title] * bool(title)
     assert all(one.figure.startswith(figure) and one.remedy for one in found)
+
+
+def test_the_largest_mismatch_of_the_attempts_is_told():
+    found = records(RISING)
+    found[0]["mismatch/share"], found[20]["mismatch/share"] = 0.07, 0.01
+    assert [one.brief for one in Advice(found).symptoms()] == ["mismatch 7%"]
 
 
 def test_rewards_that_time_out_are_slow():
@@ -198,6 +221,19 @@ def always(_):
             "faster disk",
         ),
         (timed_run(6.0, 4.0, 0.0, lambda tenth: tenth < 60), "the sides alternate", "60%", "max_head_offpolicyness=1"),
+        # Servers generate in a fifth of the training time: the sides do not only alternate
+        (
+            timed_run(5.0, 5.0, 0.0, lambda tenth: tenth < 50 or tenth % 5 == 0),
+            "the trainer is idle",
+            "50% of the time; no server generates in 40%",
+            "",
+        ),
+        (
+            timed_run(3.0, 7.0, 0.0, lambda tenth: tenth < 30 or tenth % 5 == 0),
+            "the servers are idle",
+            "in 56% of the time; the trainer waits for data 30%",
+            "",
+        ),
         # It generates for 2 s, and then the rewards take 4 s
         (
             timed_run(6.0, 4.0, 0.0, lambda tenth: tenth < 20),
@@ -206,6 +242,7 @@ def always(_):
             "Rewards, agents or tools",
         ),
         (timed_run(1.0, 8.5, 0.5, lambda tenth: tenth % 10), None, "", ""),
+        (timed_run(1.5, 8.5, 0.0, lambda tenth: tenth >= 15), None, "", ""),
         (timed_run(9.0, 1.0, 0.0, always, servers=False), None, "", ""),  # mode=sync
         (timed_run(0.45, 0.45, 0.0, always), None, "", ""),  # too short to tell
     ],
@@ -216,6 +253,19 @@ def test_the_idle_side_is_named_with_its_share_and_what_would_help(run, title, f
     for one in found:
         assert figure in one.figure
         assert remedy in one.remedy
+
+
+def test_steps_after_the_newest_entry_of_the_journals_are_unknown():
+    run = timed_run(1.0, 8.5, 0.5, always)
+    later = [{**record, "time": record["time"] + 50.0} for record in run.steps[-5:]]
+    assert advise(replace(run, steps=[*run.steps, *later])) == []
+
+
+def test_the_split_counts_the_devices_of_the_newest_step():
+    run = timed_run(5.0, 5.0, 0.0, always, devices=(4, 4))
+    for record in run.steps[:-1]:
+        record["throughput/train_tokens_per_s"] = 10.0
+    assert "now 4 and 4 do" in advise(run)[0].remedy
 
 
 def test_advice_survives_records_with_missing_values():
