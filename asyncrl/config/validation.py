@@ -653,11 +653,13 @@ def _bad_tasks(config: ExperimentConfig) -> Iterator[Problem]:
         if name in REWARD_METRICS and len(tasks) > 1:
             yield place, task, f"choose another name: reward/{name} is a metric of all tasks together"
         of_task, longest = rollout_of_task(config.rollout, name), config.rollout.sampling.max_new_tokens
-        if of_task.success_rate_lb > of_task.success_rate_ub and task.success_rate_lb is not None:
+        bounds = [name for name in ("success_rate_lb", "success_rate_ub") if getattr(task, name) is not None]
+        if bounds and of_task.success_rate_lb > of_task.success_rate_ub:
             yield (
-                f"{place}.success_rate_lb",
-                task.success_rate_lb,
-                f"is above success_rate_ub={of_task.success_rate_ub} of the task: all groups would be rejected",
+                f"{place}.{bounds[0]}",
+                getattr(task, bounds[0]),
+                f"success_rate_lb={of_task.success_rate_lb} is above success_rate_ub={of_task.success_rate_ub} of the task: all "
+                "groups would be rejected",
             )
         if of_task.sampling.max_new_tokens > longest:
             yield (

@@ -94,6 +94,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("prompts={task_weights: {a: 2}, shuffle: false}", "draws lines anew in each epoch; set prompts.shuffle=true"),
         ("eval.prompts={path: x, task_weights: {a: 2}}", "only prompts.task_weights has an effect"),
         ("rollout.tasks.default.success_rate_lb=2e9", "is above success_rate_ub=1000000000.0 of the task"),
+        ("rollout.tasks.default.success_rate_ub=-2e9", "is above success_rate_ub=-2000000000.0 of the task"),
         ("rollout.tasks.default.max_new_tokens=4096", "is above rollout.sampling.max_new_tokens="),
         ("rollout.tasks.default.reward_timeout_s=0", "rollout.tasks.default.reward_timeout_s=0.0: must be above 0"),
         ("train.batch_size=many", "train.batch_size='many': must be a whole number"),
