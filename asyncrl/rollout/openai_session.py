@@ -129,7 +129,7 @@ class Session:
         except TemplateRefused as error:
             raise self._refusal(str(error), param="messages") from None
         siblings = turn.parent.children if turn.parent else self._roots
-        if (siblings or turn.parent is None) and self.num_sequences >= self._limits.max_sequences:
+        if siblings and self.num_sequences >= self._limits.max_sequences:
             raise self._refusal(
                 f"the messages start a new sequence, and the session has {self.num_sequences} sequences, the limit of "
                 "agent_args.max_sequences; continue the last answer of a sequence, or raise the limit",

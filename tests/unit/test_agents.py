@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, Reward, call_arguments
-from asyncrl.rewards.trajectory import Response
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.trajectory import Response, sample_answers
 from asyncrl.rollout.agent import (
     ActQueue,
     Agent,
@@ -200,6 +202,18 @@ async def test_an_environment_rewards_the_tokens_of_each_turn() -> None:
     assert sample.data["dense_rewards"].tolist() == [0] * 4 + [0, 1, 0, 0, 0] + [0, 0.5, 0, 0, 0] + [0, 0.25, 0]
 
 
+async def test_an_episode_of_several_turns_has_the_answer_of_its_last_score() -> None:
+    class Scored(Graded):
+        async def step(self, action: Any) -> StepResult:
+            observation, _, *ended = await super().step(action)
+            return observation, Score(1.0, f"answer {self.turns}"), *ended
+
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1)
+    sample, _ = await collect(agent, Scored(prompt=PROMPT, reward=None), lambda _: ("4", True))
+    assert sample_answers(sample) == ["answer 3"]
+    assert sample.data["rewards"].tolist() == [3.0]
+
+
 async def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
     agent = MultiStepAgent(
         tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1, max_turns=2, turn_discount=0.5, turn_rewards=True
@@ -329,6 +343,34 @@ async def test_a_truncated_response_ends_its_episode() -> None:
     assert sample.data["seq_no_eos_mask"].tolist() == [True]
 
 
+async def test_a_truncated_response_ends_an_episode_that_its_environment_goes_on_with() -> None:
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1)
+    sample, seen = await collect(agent, Graded(prompt=PROMPT, reward=None), lambda _: ("5", False))
+    assert len(seen) == 1
+    assert sequences(sample) == ["2+2=5"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_each_members_environment_is_closed_once(fails: bool) -> None:
+    closed: list[Env] = []
+
+    class Closed(Graded):
+        async def step(self, action: Any) -> StepResult:
+            if fails:
+                raise OSError("lost")
+            return await super().step(action)
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=2)
+    env = Closed(prompt=PROMPT, reward=None)
+    with pytest.raises(OSError, match="lost") if fails else contextlib.nullcontext():
+        await collect(agent, env, lambda _: ("4", True))
+    assert len(set(closed)) == len(closed) == 2
+    assert env not in closed
+
+
 async def test_the_environment_ends_an_episode_after_max_turns() -> None:
     env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no", max_turns=2)
     await env.reset()
@@ -381,10 +423,13 @@ async def test_tasks_are_numbered_by_name_and_have_an_agent_for_each_set_and_mod
         rollout_config(
             sums=TaskConfig(reward=spec),
             chess=TaskConfig(reward=spec, env=f"{__name__}:CountingEnv", env_args={"bonus": 0.5}),
+            games=TaskConfig(env=f"{__name__}:Graded"),
         )
     )
     chess, sums = table.of(replace(PROMPT, task="chess")), table.of(replace(PROMPT, task="sums"))
-    assert (chess.task_id, sums.task_id) == (0, 1)
+    games = table.of(replace(PROMPT, task="games"))
+    assert (chess.task_id, games.task_id, sums.task_id) == (0, 1, 2)
+    assert type(games.make_env(PROMPT)) is Graded
     assert {mode: (agent.group_size, agent.sampling.greedy) for mode, agent in sums.agents.items()} == {
         ("", TRAIN): (3, False),
         ("", "sampled"): (1, False),
@@ -452,6 +497,7 @@ def test_the_agent_of_a_ticket_has_the_size_that_the_step_orders() -> None:
     assert (ordered.group_size, ordered.sampling) == (2, replace(whole.sampling, max_new_tokens=5))
     assert task.agent_for(ticket(group_size=2, max_new_tokens=5)) is ordered
     assert task.agent_for(ticket(group_size=2)).sampling == whole.sampling
+    assert task.agent_for(ticket(max_new_tokens=10**6)).sampling == whole.sampling  # the task's own limit stays
     assert task.agent_for(ticket(kind="eval", eval_set="many", eval_mode="sampled")).group_size == 5
 
 

@@ -22,6 +22,7 @@ def test_defaults_of_omitted_fields() -> None:
     request = parse()
     assert request.messages == MESSAGES
     assert (request.max_new_tokens, request.stops, request.tools, request.stream) == (64, (), None, False)
+    assert parse(max_tokens=64) == parse(max_completion_tokens=64) == request  # all that the run allows
 
 
 def test_honoured_fields() -> None:

@@ -204,12 +204,25 @@ async def test_branches_share_their_prefix_and_one_is_trained() -> None:
     assert (counts.trained_tokens, counts.left_out_tokens) == (4, 12)
 
 
+async def test_of_equal_answers_and_of_equal_sequences_the_last_one_counts() -> None:
+    """The two answers have the same text, and only the second is of the new weights."""
+    session = make(Player("a$", "^a$", "b$"))
+    await session.answer(request([USER]))
+    twin = await session.answer(request([USER]))
+    assert session.trained_turn("longest").response is twin.response
+    await session.answer(request([USER, said(twin), user("x")]))
+    assert session.trained_turn("last").path()[0].response is twin.response
+
+
 def trained_parts(session: Session) -> list[tuple[str, str]]:
     """Each trained sequence with trained=all: its text, and the tokens inside its loss mask as text."""
     leaves = session.leaves("all")
     sample = build_sample("s", episodes_of(leaves), sessions=[0] * len(leaves))
     assert sample.data["versions"][sample.data["loss_mask"]].min() == V0
     assert sample.data["versions"][~sample.data["loss_mask"]].max() == -1
+    versions = zip(sample.slices("versions")[0], sample.slices("loss_mask")[0], strict=True)
+    bounds = [(of[mask].min(), of[mask].max()) for of, mask in versions]
+    assert bounds == list(zip(sample.data["version_start"], sample.data["version_end"], strict=True))
     rows = zip(sample.slices("packed_input_ids")[0], sample.slices("loss_mask")[0], strict=True)
     return [(TOKENIZER.decode(ids.tolist()), TOKENIZER.decode(ids[mask].tolist())) for ids, mask in rows]
 
@@ -217,7 +230,7 @@ def trained_parts(session: Session) -> list[tuple[str, str]]:
 async def test_all_leaves_are_trained_and_each_answer_once() -> None:
     """A prefix is merged, both branches of an answer and a conversation that begins anew are trained."""
     counts = SessionCounts()
-    session = make(Player("a$", "b$", "c$", "d$"), counts=counts)
+    session = make(Player("a$", "b$", "^c$", "d$"), counts=counts)
     first = await session.answer(request([USER]))
     assert [mask for _, mask in trained_parts(session)] == ["a<|im_end|>"]
     await session.answer(request([USER, said(first), user("x")]))
@@ -335,6 +348,16 @@ async def test_the_tokens_of_all_sequences_of_a_session_are_limited() -> None:
     assert not session.failed.done()
 
 
+@pytest.mark.parametrize("limit", ["max_tokens", "max_session_tokens"])
+async def test_a_request_that_leaves_no_room_for_an_answer_is_refused(limit: str) -> None:
+    """A request for an answer of 0 tokens would end the rollout."""
+    prompt = (await make(Player("a$")).answer(request([USER]))).num_prompt_tokens
+    with pytest.raises(RequestError, match=rf"agent_args.{limit}={prompt}"):
+        await make(Player("a$"), **{limit: prompt}).answer(request([USER]))
+    await make(player := Player("a"), **{limit: prompt + 1}).answer(request([USER]))
+    assert player.limits == [1]
+
+
 async def test_the_error_that_ends_the_rollout_is_kept() -> None:
     session = make(Player("!"))
     with pytest.raises(RolloutReleased):
@@ -372,6 +395,23 @@ async def test_closing_a_session_refuses_running_and_later_requests() -> None:
         with pytest.raises(RequestError, match="this session does not exist or has ended") as error:
             await asking
         assert error.value.status == 404
+    assert trained(session)[1] == ["a<|im_end|>"]
+
+
+async def test_an_answer_that_comes_when_the_session_is_closed_is_not_recorded() -> None:
+    """It ends in the same turn of the event loop, so that there is nothing left to cancel."""
+    player = Player("a$", "b$")
+    session = make(player)
+    await session.answer(request([USER]))
+    player.hold.clear()
+    player.waiting.clear()
+    late = asyncio.ensure_future(session.answer(request([USER])))
+    await player.waiting.wait()
+    player.hold.set()
+    await asyncio.sleep(0)  # the policy has answered, and the session has not taken it
+    await session.close()
+    with pytest.raises(RequestError, match="this session does not exist or has ended"):
+        await late
     assert trained(session)[1] == ["a<|im_end|>"]
 
 
