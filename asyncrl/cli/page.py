@@ -211,6 +211,7 @@ class Page:
             {
                 **msgspec.structs.asdict(status),
                 "error": redact_urls(status.error),
+                "notes": [redact_urls(note) for note in status.notes],
                 "age_s": max(0.0, seen.at - status.time),
                 "waits": wait_texts(status.waits),
             }
@@ -219,8 +220,7 @@ class Page:
         title = f"{query['run']}: {seen.training.text()}, attempt {record.attempt}"
         if seen.desired is not None:
             title += f"; {seen.desired} generation servers desired"
-        notes = [redact_urls(note) for status in seen.statuses for note in status.notes]
-        return {"title": title, "notes": notes, "workers": workers}
+        return {"title": title, "notes": [note for worker in workers for note in worker["notes"]], "workers": workers}
 
     # ------------------------------------------------------------------------------------------------------- trajectories
 

@@ -6,7 +6,7 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import aiohttp
@@ -18,11 +18,13 @@ import asyncrl
 from asyncrl.cli import curves, run_files
 from asyncrl.cli import page as page_module
 from asyncrl.cli.curves import picture
+from asyncrl.cli.live_state import Seen, training_of
 from asyncrl.cli.main import main
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
 from asyncrl.cli.run_files import number
 from asyncrl.data.trajectories import Entry, list_recording
 from asyncrl.launch.rundir import RunRecord, write_record
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.http_server import listen_routes
 from asyncrl.runtime.security import Secrets, Security
@@ -108,6 +110,33 @@ async def test_a_failed_run_shows_its_first_cause_without_secrets(tmp_path):
         (note,) = (await asked(send, "/api/processes", run="r"))["notes"]
         assert note.startswith("it failed: cannot reach")
         assert "secret" not in note
+
+
+async def test_the_processes_of_a_living_run_have_no_secrets(run_dir, monkeypatch):
+    record = RunRecord(pid=1, attempt=2, experiment="e", trial="t", endpoints=[], started=1.0)
+    write_record(run_dir, record)
+    url = "http://me:secret@host:2379"
+    status = WorkerStatus(
+        worker="rollout_worker/0",
+        pid=1,
+        attempt=2,
+        state="running",
+        time=990.0,
+        progress=1,
+        waits=[Wait(what="an answer", on="model_worker/0", since_s=3.0, limit_s=60.0)],
+        error=f"no answer from {url}",
+        notes=[f"refused by {url}"],
+    )
+    monkeypatch.setattr(page_module, "goes_on", lambda *_: True)
+    monkeypatch.setattr(page_module, "names_of", lambda _: nullcontext())
+    monkeypatch.setattr(page_module, "read_seen", lambda *_: Seen(training_of(run_dir, record), [status], 3, 1000.0))
+    async with served({"t0": run_dir}) as (_, send):
+        seen = await asked(send, "/api/processes", run="t0")
+    assert "attempt 2; 3 generation servers desired" in seen["title"]
+    (worker,) = seen["workers"]
+    assert (worker["age_s"], worker["waits"]) == (10.0, ["an answer from model_worker/0 (3 of 60 s)"])
+    assert seen["notes"] == worker["notes"] == ["refused by http://me:***@host:2379"]
+    assert "secret" not in json.dumps(seen)
 
 
 async def test_trajectories_are_filtered_and_shown_token_by_token(run_dir):
