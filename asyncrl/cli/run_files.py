@@ -33,8 +33,8 @@ from asyncrl.weights.lineage import Lineage, Stretch, attempts_of, lineage_of, l
 
 NAN = float("nan")
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
-_TAIL_BYTES = 1 << 15  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
-_REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
+_TAIL_BYTES = 1 << 15  # bytes read from the end of metrics.jsonl; they hold more than REWARD_STEPS records
+REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 _MOST_BUCKETS = 2000  # of a sum over time
 _MOST_EVENTS = 200  # the newest are kept
 _NEWEST_TENTHS = 6000  # of a server in which it generated
@@ -93,12 +93,12 @@ def read_entry(run_dir: Path) -> RunEntry:
 
 
 def newest_step(metrics: Path) -> tuple[int, float | None]:
-    """The highest step (0: none), and the mean reward of the last _REWARD_STEPS train steps (None: none). Lines that are not
+    """The highest step (0: none), and the mean reward of the last REWARD_STEPS train steps (None: none). Lines that are not
     records are skipped."""
     records, _ = read_records(metrics, _TAIL_BYTES)
     rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
     step = max((int(number(record, "step")) for record in records), default=0)
-    return step, fmean(rewards[-_REWARD_STEPS:]) if rewards else None
+    return step, fmean(rewards[-REWARD_STEPS:]) if rewards else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- records

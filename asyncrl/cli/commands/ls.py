@@ -11,12 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json, say
-from asyncrl.cli.run_files import RunEntry, find_runs, read_entry
+from asyncrl.cli.run_files import REWARD_STEPS, RunEntry, find_runs, read_entry
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ConfigError
-
-_DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
-_REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 
 _DESCRIPTION = """List all runs under a folder: state, step, reward and start. It only reads files.
 
@@ -65,7 +62,7 @@ def _table(folder: Path, entries: list[RunEntry], now: float) -> FittedTable:
                 f"{began} ({_age_text(now - entry.started)} ago)" if began else "",
             )
         )
-    reward = f"reward, mean of {_REWARD_STEPS} steps"
+    reward = f"reward, mean of {REWARD_STEPS} steps"
     columns = ("run", Column("state", "text"), "step", reward, Column("started", "text"))
     return FittedTable(escape(str(folder)), columns, rows)
 
