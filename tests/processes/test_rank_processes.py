@@ -73,9 +73,14 @@ def test_an_error_of_all_that_are_called_leaves_the_processes_as_they_are(ranks)
 @pytest.mark.parametrize(
     ("function", "arguments", "limit_s", "told"),
     [
-        (fail_where, ([1], True), 60, r"rank 1: Traceback(?s:.*)nothing at 1(?s:.*)no answer from ranks \[0, 2\]"),
+        (
+            fail_where,
+            ([1], True),
+            60,
+            r"rank 1: Traceback(?s:.*)nothing at 1(?s:.*)no answer from ranks \[0, 2\](?s:.*) in summed",
+        ),
         (die, (), 60, r"failed\nrank 1: died with exit code 7\n"),
-        (sleep, (), 10, r"no answer from ranks \[0\] within 10 s"),
+        (sleep, (), 10, r"no answer from ranks \[0\] within 10 s(?s:.*) in sleep"),
     ],
     ids=["fails", "dies", "is late"],
 )

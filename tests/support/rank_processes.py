@@ -12,9 +12,12 @@ globals that a function sets are still there in the next call.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +32,7 @@ T = TypeVar("T")
 # Imported before the fork, because importing them takes most of a rank's start. Importing them starts no threads.
 PRELOAD = ["asyncrl.model.engine", "transformers.models.qwen2.modeling_qwen2", "torch.testing"]
 _END_LIMIT_S = 30.0  # for a process to end after its pipe has been closed
+_DUMP_S = 0.2  # for a late rank to write its stack
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to fail, too, before they count as stuck
 
 
@@ -44,7 +48,7 @@ class RankProcesses:
     """N ranks. A call waits for them up to its limit. If a rank fails, dies or is late, the call raises RankError.
 
     If every rank has answered, even with errors, the processes stay. Otherwise some may wait in a collective for a rank that never
-    joins it; all are killed, and the next call starts new processes.
+    joins it; the error has the stack of each late rank, all are killed, and the next call starts new processes.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class RankProcesses:
         self._processes: list[ForkServerProcess] = []
         self._connections: list[Connection] = []
         self._store: Any = None
+        self._stacks: Any = None
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -77,11 +82,12 @@ class RankProcesses:
 
         # The store runs here and not in rank 0: binding chooses the port, which must be known before any rank connects.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 (late ranks write there until close)
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
-                args=(theirs, rank, self.num_ranks, self._store.port, self.backend, self.limit_s),
+                args=(theirs, rank, self.num_ranks, self._store.port, self.backend, self.limit_s, self._stacks.name),
                 daemon=True,
                 name=f"rank-{rank}",
             )
@@ -135,15 +141,26 @@ class RankProcesses:
                     errors[rank] = error
             if told:
                 deadline = min(deadline, time.monotonic() + grace_s)
+        stacks = self._stacks_of(waiting)
         if waiting or any(not process.is_alive() for process in self._processes):
             self.close()
         if told or waiting:
             texts = [f"rank {rank}: {text}" for rank, text in sorted(told.items(), key=lambda item: item[0] in errors)]
             if waiting:
                 texts.append(f"no answer from ranks {sorted(waiting)}" + ("" if told else f" within {limit_s:g} s"))
+                texts.append(stacks)
             name = f"{function.__module__}.{function.__qualname__}"
             raise RankError("\n".join([f"{name} failed", *texts]), errors) from next(iter(errors.values()), None)
         return [results[rank] for rank in range(count)]
+
+    def _stacks_of(self, ranks: set[int]) -> str:
+        """The stacks of these ranks, one after the other, so that their lines do not mix."""
+        for process in (self._processes[rank] for rank in sorted(ranks)):
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(_DUMP_S)
+        self._stacks.seek(0)
+        return str(self._stacks.read())
 
     def close(self) -> None:
         """End the processes."""
@@ -154,14 +171,19 @@ class RankProcesses:
         for process in self._processes:
             process.join()
             process.close()
-        self._processes, self._connections, self._store = [], [], None
+        if self._stacks is not None:
+            self._stacks.close()
+        self._processes, self._connections, self._store, self._stacks = [], [], None, None
 
 
-def _serve(connection: Connection, rank: int, num_ranks: int, port: int, backend: str, limit_s: float) -> None:
+def _serve(
+    connection: Connection, rank: int, num_ranks: int, port: int, backend: str, limit_s: float, stacks: str
+) -> None:
     """Main function of a rank: execute calls until the connection closes."""
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1, open(stacks, "a"), all_threads=False)  # noqa: SIM115 (for the process's life)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=limit_s)
