@@ -164,6 +164,8 @@ class PromptSource:
             digest.update(msgspec.json.encode(sorted(self.config.task_weights.items())))
         for row in self._rows:
             digest.update(msgspec.json.encode(row[self.config.prompt_key]) + b"\n")
+            if self.config.task_weights:  # the order depends on them
+                digest.update(msgspec.json.encode(self._task_of(row)) + b"\n")
             if self.config.chat_template and row.get(TOOLS_KEY):
                 digest.update(msgspec.json.encode(row[TOOLS_KEY]) + b"\n")
         return digest.hexdigest()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,8 +92,19 @@ def test_a_weight_says_how_often_a_task_is_in_each_epoch(jsonl: str) -> None:
         halves.add(tuple(text for text in TEXTS[1::2] if counts[text]))
     assert len(halves) > 1  # drawn anew
     assert epochs == [order(sources[1], epoch) for epoch in range(5)]
-    plain = PromptSource(PromptSourceConfig(path=jsonl, task_key="kind"), seed=3)
-    assert sources[0].fingerprint() != plain.fingerprint()
+
+
+def test_whatever_changes_the_order_changes_the_fingerprint(jsonl: str, tmp_path: Path) -> None:
+    swapped = write_jsonl(
+        tmp_path / "swapped.jsonl", [*ROWS[:18], ROWS[18] | {"kind": "odd"}, ROWS[19] | {"kind": "even"}]
+    )
+    of_files = {path: PromptSourceConfig(path=path, task_key="kind") for path in (jsonl, swapped)}
+    assert len({PromptSource(config).fingerprint() for config in of_files.values()}) == 1
+    weighted = [replace(config, task_weights={"even": weight}) for config in of_files.values() for weight in (2.0, 3.0)]
+    sources = [PromptSource(config) for config in (of_files[jsonl], *weighted)]
+    orders = [order(source, 0) for source in sources]
+    assert all(one != other for at, one in enumerate(orders) for other in orders[:at])
+    assert len({source.fingerprint() for source in sources}) == len(sources)
 
 
 def test_a_small_weight_draws_at_least_one_line(jsonl: str) -> None:
