@@ -270,7 +270,8 @@ def _spoken(session: Session, trained: Trained, given: Sequence[SeatReward]) -> 
     spoken = [_Spoken(of.seat, ends, episodes_of(ends)) for of, ends in zip(given, leaves.values(), strict=True)]
     for of, reward in zip(spoken, given, strict=True):
         for episode in of.episodes:
-            episode.add_reward(_finite(reward.reward))
+            episode.reward = _finite(reward.reward)
+            episode.note_answer(reward.reward)
     return spoken
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
@@ -23,7 +24,17 @@ from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, complete_sample, rewards_by_seat, session_summary, summary_of
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.trajectory import (
+    OnPiece,
+    Response,
+    complete_sample,
+    rewards_by_seat,
+    sample_answers,
+    session_summary,
+    summary_of,
+)
+from asyncrl.rollout import chat_agent
 from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession, SeatReward
 from asyncrl.rollout.openai_api import ChatEndpoint
@@ -93,10 +104,10 @@ async def endpoint() -> AsyncIterator[ChatEndpoint]:
 
 
 async def collect(
-    agent: type[ChatAgent], endpoint: ChatEndpoint, *, group_size: int = 3, **args: Any
+    agent: type[ChatAgent], endpoint: ChatEndpoint, *, group_size: int = 3, env: Env | None = None, **args: Any
 ) -> SequenceSample:
     made = agent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=group_size, **args)
-    env = Judge(prompt=PROMPT, reward=None)
+    env = env or Judge(prompt=PROMPT, reward=None)
     (sample,) = await asyncio.wait_for(made.collect_sessions(PROMPT, env, endpoint, echo), LIMIT_S)
     return sample
 
@@ -174,6 +185,20 @@ async def test_each_answer_has_a_reward_of_its_own(endpoint: ChatEndpoint) -> No
     assert dense[sampled].tolist() == [0, 0, 0, 0.5, 0, 1, 0, 0.25]  # "ONE" and "TWO", each with its end token
     assert not dense[~sampled].any()
     assert sample.data["rewards"].tolist() == [0]
+
+
+class TokenByToken(Judge):
+    async def step(self, action: Any) -> StepResult:
+        return None, [float(at) for at, _ in enumerate(action.token_ids)], True, False, {}
+
+
+async def test_the_environment_may_judge_the_last_answer_token_by_token(endpoint: ChatEndpoint) -> None:
+    class Judged(TwoAnswers):
+        rewards = None
+
+    sample = await collect(Judged, endpoint, group_size=1, env=TokenByToken(prompt=PROMPT, reward=None))
+    dense, sampled = sample.data["dense_rewards"], sample.data["loss_mask"]
+    assert dense[sampled].tolist() == [0, 0, 0, 0, 0, 1, 2, 3]  # "ONE" and "TWO", each with its end token
 
 
 async def test_a_session_has_one_reward_for_each_answer(endpoint: ChatEndpoint) -> None:
@@ -290,6 +315,18 @@ class NotANumber(Failing):
         return float("nan")
 
 
+class OneIsNotANumber(Failing):
+    async def fail(self, session: ChatSession) -> Any:
+        reply = await session.client().chat.completions.create(model="m", messages=MESSAGES)
+        return {reply.id: float("inf")}
+
+
+class SeatWithoutANumber(Failing):
+    async def fail(self, session: ChatSession) -> Any:
+        await ask(session, speaker="white")
+        return [SeatReward("white", float("-inf"))]
+
+
 class Exits(Failing):
     async def fail(self, session: ChatSession) -> float:
         raise SystemExit(3)
@@ -313,6 +350,8 @@ class Refused(Failing):
         (ReturnsInSpite, RolloutReleased, "server_lost: gone"),
         (Silent, RolloutRejected, "no_response: "),
         (NotANumber, RolloutRejected, "reward_not_finite: chat returned nan"),
+        (OneIsNotANumber, RolloutRejected, "reward_not_finite: chat returned inf"),
+        (SeatWithoutANumber, RolloutRejected, "reward_not_finite: chat returned -inf"),
         (Exits, RuntimeError, "SystemExit: 3"),
         (CancelsItself, RuntimeError, "chat has cancelled itself"),
         (Refused, openai.BadRequestError, "agent_args.ignore"),
@@ -360,6 +399,38 @@ async def test_a_thread_that_is_left_behind_finds_its_session_closed(endpoint: C
     released.set()
     assert await asyncio.to_thread(ended.wait, LIMIT_S)
     assert [type(error) for error in found] == [openai.NotFoundError]
+
+
+async def test_threads_that_do_not_end_have_a_bound(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One conversation at a time has a thread here, and one more thread may outlive its rollout."""
+    monkeypatch.setattr(chat_agent, "_MAX_THREADS", 1)
+    monkeypatch.setattr(chat_agent, "_MAX_ABANDONED", 1)
+
+    class Hangs(ChatAgent):
+        def chat(self, session: ChatSession, prompt: Prompt) -> float:
+            begun.put(session.member)
+            ended.wait(LIMIT_S)
+            return 1.0
+
+    begun, ended = queue.Queue[int](), threading.Event()
+    hangs = Hangs(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=2)
+
+    def collecting() -> Awaitable[Any]:
+        env = Judge(prompt=PROMPT, reward=None)
+        return asyncio.wait_for(hangs.collect_sessions(PROMPT, env, endpoint, echo), LIMIT_S)
+
+    try:
+        for _ in range(2):
+            playing = asyncio.ensure_future(collecting())
+            assert await asyncio.to_thread(begun.get, timeout=LIMIT_S) == 0
+            await asyncio.sleep(0.2)
+            assert begun.empty()  # the second member waits
+            playing.cancel()
+            await asyncio.wait({playing})
+        with pytest.raises(RolloutRejected, match=r"agent_hangs: 2 threads of `chat` have not ended"):
+            await collecting()
+    finally:
+        ended.set()
 
 
 async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
@@ -421,6 +492,19 @@ def test_arguments_that_will_not_do(arguments: dict[str, Any], told: str) -> Non
         table(TaskConfig(agent=f"{__name__}:Plain", agent_args=arguments))
     with pytest.raises(ConfigError, match="Plain does not take this argument"):
         table(TaskConfig(agent=f"{__name__}:Plain", agent_args={"max_turns": 3}))
+
+
+class AsksTwice(ChatAgent):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+        for text in ("one", "two"):
+            await ask(session, text)
+        return 1.0
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "max_sequences", "max_tokens", "max_session_tokens"])
+async def test_an_agents_limits_are_those_of_its_sessions(endpoint: ChatEndpoint, limit: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=rf"agent_args\.{limit}\b"):
+        await collect(AsksTwice, endpoint, **{limit: 1})
 
 
 class Swallows(ChatAgent):
@@ -510,7 +594,7 @@ class Plays(ChatAgent):
         speakers = ("white", "black", "judge", "second")
         await asyncio.gather(*(ask(session, f"{name} {session.member}", name) for name in speakers))
         won = float(session.member % 2)
-        played = [SeatReward("white", won), SeatReward("black", -won)]
+        played = [SeatReward("white", Score(won, f"white {session.member}")), SeatReward("black", -won)]
         return played + [SeatReward("black", -won, "second")] * (session.member == 2)
 
 
@@ -532,6 +616,7 @@ async def test_each_seat_has_a_group_of_its_own(endpoint: ChatEndpoint) -> None:
     assert made.data["seats"].tolist() == [0, 0, 0, 0, 1, 1, 1]  # black before white
     assert made.data["sessions"].tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert made.data["rewards"].tolist() == [0, -1, 0, 0, 0, 1, 0]
+    assert sample_answers(sample) == [None] * 4 + ["white 0", "white 1", "white 2"]
     judged = session_summary(made, summary_of(made))
     assert judged.rewards == made.data["rewards"].tolist()
     assert rewards_by_seat(made, judged) == [[0, -1, 0, 0], [0, 1, 0]]
