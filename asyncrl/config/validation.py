@@ -189,8 +189,7 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
     yield from problems_among(ppo, _of_ppo(ppo), "train.ppo.")
     name = "advantage_norm" if ppo.advantage_norm == "group" else "baseline"
     instead = "batch" if name == "advantage_norm" else "none"
-    is_alone, rejects_equal = config.rollout.group_size == 1, rejects_equal_rewards(config.rollout)
-    field = "train.reward_model" if train.reward_model is not None else "train.reward_models"
+    is_alone = config.rollout.group_size == 1
     yield from problems_among(
         config,
         (
@@ -205,22 +204,22 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
                 "does not use values; with train.critic use train.ppo.baseline=none and train.ppo.advantage_norm=batch or none",
             ),
             (
-                rejects_equal and is_alone,
-                "rollout.reject_equal_rewards",
-                "would reject every group of one; use rollout.group_size > 1",
-            ),
-            (
-                rejects_equal and bool(reward_models(train)),
-                "rollout.reject_equal_rewards",
-                f"compares the rewards of reward functions only; with {field} set it to false",
-            ),
-            (
                 train.share_prefix == "on" and train.compile == "on",
                 "train.share_prefix",
                 "is not shown to work in compiled layers; use off, or train.compile=off",
             ),
         ),
     )
+    if not rejects_equal_rewards(config.rollout):
+        return
+    own = [f"tasks.{name}." for name, task in config.rollout.tasks.items() if task.reject_equal_rewards]
+    for place in own or [""]:
+        field = f"rollout.{place}reject_equal_rewards"
+        if is_alone:
+            yield field, True, "would reject every group of one; use rollout.group_size > 1"
+        if reward_models(train):
+            models = "train.reward_model" if train.reward_model is not None else "train.reward_models"
+            yield field, True, f"compares the rewards of reward functions only; with {models} set it to false"
 
 
 def _bad_algorithms_of_tasks(config: ExperimentConfig) -> Iterator[Problem]:

@@ -20,8 +20,11 @@ from asyncrl.config.schema import (
     GenerationConfig,
     NameResolveConfig,
     RolloutConfig,
+    TaskConfig,
     TrainConfig,
     has_unix_sockets,
+    rejects_equal_rewards,
+    rollout_of_task,
 )
 from asyncrl.launch.checks.model_files import bytes_of_models
 from asyncrl.launch.experiment import load_experiment
@@ -77,6 +80,14 @@ def test_overrides_replace_values_of_the_file(config_file):
         (
             "rollout.tasks={a: {reward: 'm:f', reject_equal_rewards: true}, b: {reward: 'm:f', gate: {task: a}}}",
             "reject_equal_rewards of that task rejects groups that have passed",
+        ),
+        (
+            "rollout.tasks={a: {reward: 'm:f', success_rate_ub: 0.5}, b: {reward: 'm:f', gate: {task: a}}}",
+            "success_rate_ub of that task rejects groups that have passed",
+        ),
+        (
+            "rollout.tasks={a: {reward: 'm:f', gate: {task: b}}, b: {reward: 'm:f', gate: {task: a}}}",
+            "rollout.tasks.a.gate.task='b': these tasks wait for each other: a, b",
         ),
         ("train.tasks.defalt.reward_bias=1", "is not in rollout.tasks; did you mean 'default'"),
         ("train.tasks.default.advantage_norm=batch", "train.tasks.default.advantage_norm='batch'"),
@@ -217,6 +228,37 @@ def test_overrides_replace_values_of_the_file(config_file):
 def test_errors_name_field_value_and_remedy(config_file, override, message):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, [override])
+    assert message in str(error.value)
+
+
+def test_a_task_has_the_values_that_it_sets_and_otherwise_those_of_the_run():
+    own = {"success_rate_lb": -1.0, "success_rate_ub": 2.0, "reject_equal_rewards": True}
+    own |= {"reward_timeout_s": 3.0, "rollout_timeout_s": 4.0}
+    assert {field.name for field in fields(TaskConfig)} & {field.name for field in fields(RolloutConfig)} == own.keys()
+    run = RolloutConfig(tasks={"a": TaskConfig(**own, max_new_tokens=5), "b": TaskConfig()})
+    assert rollout_of_task(run, "a") == replace(run, **own, sampling=replace(run.sampling, max_new_tokens=5))
+    assert rollout_of_task(run, "b") == run
+    assert rejects_equal_rewards(run)
+    assert not rejects_equal_rewards(replace(run, tasks={"b": TaskConfig()}))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.tasks.default.baseline=group_mean", "train.tasks.default.baseline='group_mean': a group of one"),
+        ("train.tasks.default.advantage_norm=group", "train.tasks.default.advantage_norm='group': a group of one"),
+        ("rollout.reject_equal_rewards=true", "rollout.reject_equal_rewards=True: would reject every group of one"),
+        (
+            "rollout.tasks.default.reject_equal_rewards=true",
+            "rollout.tasks.default.reject_equal_rewards=True: would reject every group of one",
+        ),
+    ],
+)
+def test_what_a_group_of_one_cannot_have(config_file, override, message):
+    alone = ["rollout.group_size=1", "train.ppo.advantage_norm=none", "train.ppo.baseline=none"]
+    load_experiment(config_file, [*alone, "rollout.tasks.default.reject_equal_rewards=false"])
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, [*alone, override])
     assert message in str(error.value)
 
 
