@@ -265,6 +265,19 @@ def test_each_task_has_its_own_algorithm() -> None:
     assert advantages_by_task(none, packed(), [], configs, kl_coef=0.0).advantages_T.tolist() == []
 
 
+def test_the_kl_penalty_of_each_task_is_that_of_the_batch() -> None:
+    logprobs = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": -torch.arange(10.0)}
+    data = DATA | logprobs | {"task_ids": torch.tensor([1, 0])}
+    tasks = {"a": TaskAlgorithmConfig(reward_scaling=2.0), "b": TaskAlgorithmConfig(reward_scaling=3.0)}
+    a, b = ppo_by_task(PPOConfig(kl_coef=0.5), tasks).values()
+    found = advantages_by_task(data, packed(*LENGTHS), SIZES, [a, b], kl_coef=0.25)
+    of_a, of_b = (compute_advantages(data, packed(*LENGTHS), SIZES, one, kl_coef=0.25) for one in (a, b))
+    first = sum(LENGTHS[: SIZES[0]])
+    assert found.advantages_T.tolist() == [*of_b.advantages_T[:first].tolist(), *of_a.advantages_T[first:].tolist()]
+    assert found.kl_T.tolist() == of_a.kl_T.tolist()
+    assert found.kl_T.any()
+
+
 def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:
     """The rewards of the six tokens are 1, 0, 0, 3, 3, 1: mean 4/3, variance 20/6 - 16/9.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.cli.curves import as_json, of_learning, picture, smoothed, thinned
-from asyncrl.cli.run_files import distinct_names, read_records, read_runs
+from asyncrl.cli.curves import as_json, of_learning, picture, smoothed, thinned, timeline
+from asyncrl.cli.run_files import RunFiles, distinct_names, read_records, read_runs
 
 
 def step(number, **fields):
@@ -402,6 +402,44 @@ def test_thinned_curves_keep_their_extremes(tmp_path):
     assert dict(zip(curve.x, curve.y, strict=True))[1235] == 9.0
     assert min(curve.y) == -9.0
     assert thinned(panel, 5000) == panel
+
+
+def test_the_timeline_counts_seconds_from_the_first_event(tmp_path):
+    steps = [step(1, time=110.0), step(2, time=112.0)]
+    run_dir = write_run(tmp_path / "t0", steps, generating=[[102.0 + at for at in range(2500)]])
+    events = [
+        {"event": "begun", "attempt": 1, "from": None, "time": 100.0},
+        *({"event": "published", "version": version, "time": at} for version, at in ((0, 101.0), (1, 111.0))),
+        *({"event": "rejected", "reason": "too_easy", "time": at} for at in (103.0, 103.5, 107.0)),
+    ]
+    (run_dir / "journal" / "master.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    fault = {"event": "kill", "name": "master/0", "time": 105.0}
+    (run_dir / "journal" / "faults.jsonl").write_text(json.dumps(fault) + "\n")
+    (run,) = read_runs([run_dir])
+    shown = {panel.name: panel for panel in timeline(RunFiles(run_dir).read(), run)}
+
+    def points(panel):
+        return {curve.name: list(zip(curve.x, curve.y, strict=True)) for curve in shown[panel].curves}
+
+    (rates,) = points("generated").values()
+    assert rates[0][0] == 2.0
+    assert {rate for _, rate in rates} == {5.0}  # a second, although each point is the sum of two
+    assert points("versions") == {"published": [(1.0, 0), (11.0, 1)]}
+    assert points("rejected") == {
+        "too_easy": [(3.0, 2), (7.0, 3)],  # so far
+        "attempts, restarts, faults": [(0.0, 0.0), (5.0, 0.0)],
+    }
+    assert [at for at, _ in points("tokens")[""]] == [10.0, 12.0]
+
+
+def test_a_timeline_without_events_begins_at_the_first_step(tmp_path):
+    (run,) = read_runs([write_run(tmp_path / "t0", [step(1, time=110.0), step(2, time=112.0)])])
+    shown = {panel.name: panel for panel in timeline(RunFiles(run.run_dir).read(), run)}
+    assert {name: list(panel.curves[0].x) for name, panel in shown.items()} == {
+        "tokens": [0.0, 2.0],
+        "time_shares": [0.0, 2.0],
+    }
+    assert timeline(RunFiles(tmp_path).read(), None) == []
 
 
 def test_tasks_have_a_panel_with_their_evaluations(tmp_path):

@@ -20,6 +20,8 @@ from asyncrl.testing.runs import make_tiny_run
 
 TEXTS = [["ab", "aaa"], ["abcd", ""], ["b", "bb"]]
 OTHER_REWARD = """
+import time
+
 def stricter(prompt, completion, answer):
     assert completion != "aaa", "no answer"
     return 10 * len(completion) + int(prompt == "0001")
@@ -27,6 +29,10 @@ def stricter(prompt, completion, answer):
 def same(prompt, completion, answer, finished, task, row):
     assert finished and task == "default" and row["prompt"] == prompt
     return float(len(set(completion)))
+
+def slow(prompt, completion, answer):
+    time.sleep(600 if completion == "ab" else 0)
+    return 0.0
 """
 
 
@@ -50,15 +56,18 @@ def made(tmp_path_factory):
     return run_dir
 
 
-def write_group(recording, prompt, position, texts, tokenizer):
+def write_group(recording, prompt, position, texts, tokenizer, *, turns=1):
     episodes = []
     for text in texts:
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         episode = Episode(prompt.input_ids)
-        response = Response(prompt.input_ids, SamplingConfig())
-        response.output_ids, response.logprobs = ids, [-1.0] * len(ids)
-        response.versions, response.finished = [(WeightVersion(1, 0).pack(), len(ids))], True
-        episode.add_response(response)
+        for turn in range(turns):
+            if turn:
+                episode.add_observation(ids)
+            response = Response(list(episode.input_ids), SamplingConfig())
+            response.output_ids, response.logprobs = ids, [-1.0] * len(ids)
+            response.versions, response.finished = [(WeightVersion(1, 0).pack(), len(ids))], True
+            episode.add_response(response)
         episode.add_reward(float(len(set(text))))
         episodes.append(episode)
     sample = build_sample("g", episodes)
@@ -112,6 +121,23 @@ def test_another_function_is_compared_and_a_failed_reward_is_no_zero(made, capsy
     assert (code, task["responses"], task["failed"]) == (1, 6, 1)
     assert task["old"] == pytest.approx((2 + 4 + 0 + 1 + 1) / 5)
     assert task["new"] == pytest.approx(sum(line["new"] for line in by_text.values()) / 5)
+
+
+def test_a_tasks_own_limit_holds(made, capsys):
+    slow = f"rollout.tasks.default.reward={made.parents[2]}/other.py:slow"
+    code, found = rejudged(capsys, made, slow, "rollout.tasks.default.reward_timeout_s=1")
+    assert (code, found["tasks"][0]["failed"]) == (1, 1)
+
+
+def test_responses_of_several_turns_are_refused(made, capsys, tmp_path):
+    other = shutil.copytree(made, tmp_path / "runs" / "tiny" / "t1")
+    config = load_experiment(other / "configs" / "attempt_1" / "experiment.yaml")
+    tokenizer = load_tokenizer(config.model_path)
+    prompt = PromptSource(config.prompts, tokenizer, config.seed).get(Locator(0, 3))
+    write_group(recording_dir(other, 1), prompt, 3, ["ab"], tokenizer, turns=2)
+    code, found = rejudged(capsys, other)
+    assert (code, found["error"]["kind"]) == (2, "config")
+    assert "have several turns" in found["error"]["message"]
 
 
 def test_the_terminal_names_the_largest_differences(made, capsys):

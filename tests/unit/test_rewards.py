@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from asyncrl.config.import_object import import_object
+from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import CodeChangedError, Judges, RestartPace
-from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
+from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.score import answers_of
 from tests.support.services import make_services
@@ -626,3 +627,20 @@ def lives(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0, 0.5], ""),  # the bounds belong to the range
+        ([1, 0.5], ""),
+        ([0, 0.25], "too_hard"),
+        ([1, 0.75], "too_easy"),
+        ([0.5, 0.5], "equal_rewards"),
+        ([1, 1], "too_easy"),
+    ],
+)
+def test_groups_that_teach_nothing(rewards: list[float], told: str) -> None:
+    rollout = RolloutConfig(success_rate_lb=0.25, success_rate_ub=0.75, reject_equal_rewards=True)
+    assert objection_to(rewards, rollout) == told
+    assert objection_to([0.5, 0.5], replace(rollout, reject_equal_rewards=False)) == ""

@@ -158,12 +158,15 @@ def test_routes_of_turns_and_cuts_reach_the_sample() -> None:
     assert SequenceSample.gather([sample]).data[ROUTES].tolist() == sample.data[ROUTES].tolist()
 
 
-def test_a_trajectory_without_routes_is_refused() -> None:
-    made = response([1], 3)
-    made.routes = None
-    episode = Episode([1])
-    episode.add_response(made)
-    sample = build_sample("g", [episode])
+@pytest.mark.parametrize("known", [[False], [True, False], [False, True]])
+def test_a_trajectory_without_routes_is_refused(known: list[bool]) -> None:
+    """All sequences of a group have them, or none."""
+    episodes = [Episode([1]) for _ in known]
+    for episode, has_routes in zip(episodes, known, strict=True):
+        made = response([1], 3)
+        made.routes = made.routes if has_routes else None
+        episode.add_response(made)
+    sample = build_sample("g", episodes)
     assert ROUTES not in sample.keys
     with pytest.raises(ValueError, match=r"lacks the keys.*routed_experts"):
         complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, routes=True)
