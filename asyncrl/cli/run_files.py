@@ -290,7 +290,6 @@ class RunFiles:
         self._begin()
 
     def _begin(self) -> None:
-        self.revision = 0  # grows with each line
         self.steps: list[Record] = []
         self.columns = Columns()  # of `steps`
         self.evaluations: list[Record] = []
@@ -342,9 +341,7 @@ class RunFiles:
     def _new(self, path: Path) -> Iterator[Record]:
         if path not in self._readers:
             self._readers[path] = JsonLinesReader(path, broken=self._count_broken)
-        for record in self._readers[path].new_records():
-            self.revision += 1
-            yield record
+        yield from self._readers[path].new_records()
 
     def _count_broken(self, text: str) -> None:
         self.num_broken_lines += METRICS_FILE in text

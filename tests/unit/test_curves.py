@@ -413,18 +413,24 @@ def test_the_timeline_counts_seconds_from_the_first_event(tmp_path):
         *({"event": "rejected", "reason": "too_easy", "time": at} for at in (103.0, 103.5, 107.0)),
     ]
     (run_dir / "journal" / "master.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    fault = {"event": "kill", "name": "master/0", "time": 105.0}
-    (run_dir / "journal" / "faults.jsonl").write_text(json.dumps(fault) + "\n")
+    for name, record in (
+        ("faults", {"event": "kill", "name": "master/0", "time": 105.0}),
+        ("generation_server_1", {"time": 104.0, "tokens": 7, "version": "a0001-v00000003"}),
+    ):
+        (run_dir / "journal" / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
     (run,) = read_runs([run_dir])
     shown = {panel.name: panel for panel in timeline(RunFiles(run_dir).read(), run)}
 
     def points(panel):
         return {curve.name: list(zip(curve.x, curve.y, strict=True)) for curve in shown[panel].curves}
 
-    (rates,) = points("generated").values()
-    assert rates[0][0] == 2.0
-    assert {rate for _, rate in rates} == {5.0}  # a second, although each point is the sum of two
-    assert points("versions") == {"published": [(1.0, 0), (11.0, 1)]}
+    assert {curve.role: curve.name for curve in shown["versions"].curves} == {0: "published", 2: "generation_server/1"}
+    rates = points("generated")
+    assert rates["generation_server/0"][0] == (2.0, 5.0)
+    # A second, although each point is the sum of two
+    assert {rate for _, rate in rates["generation_server/0"]} == {5.0}
+    assert rates["generation_server/1"] == [(4.0, 7.0)]
+    assert points("versions") == {"published": [(1.0, 0), (11.0, 1)], "generation_server/1": [(4.0, 3)]}
     assert points("rejected") == {
         "too_easy": [(3.0, 2), (7.0, 3)],  # so far
         "attempts, restarts, faults": [(0.0, 0.0), (5.0, 0.0)],
