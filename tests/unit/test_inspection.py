@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 from recordings import make_group, make_store, record_batches
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
 
-from asyncrl.cli.commands.inspect import make_view, print_view, visible
+from asyncrl.cli.commands.inspect import Texts, make_view, print_view, visible
 from asyncrl.cli.main import main
 from asyncrl.data.trajectories import Entry, list_recording, recording_dir
 from asyncrl.launch.experiment import load_experiment
@@ -31,6 +32,20 @@ def write_configs(tiny, run_dir, *overrides):
 
 def first_file(run_dir):
     return list_recording(recording_dir(run_dir, 1))[0]
+
+
+def test_tokens_are_shown_as_text_and_parts_of_a_character_as_in_the_vocabulary(tmp_path):
+    vocabulary = {"Ġa": 0, "b": 1, "Ã": 2, "©": 3}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.decoder = decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = Texts(tmp_path)
+    assert [texts.piece(token) for token in range(5)] == [" a", "b", "Ã", "©", "<4>"]
+    assert texts.text([0, 2, 3]) == " aé"
+    made = Tokenizer(models.WordLevel({"▁a": 0, "b": 1}, "b"))
+    made.decoder = decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert [Texts(tmp_path).piece(token) for token in range(2)] == [" a", "b"]
 
 
 def test_a_file_outside_a_run_shows_token_ids_only(tmp_path):
@@ -95,6 +110,19 @@ def test_missing_keys_that_only_training_adds_are_named(tiny, tmp_path):
     assert "packed_ref_logprobs" in note
     assert "proximal_logprobs" in note
     assert {row.advantage for row in view.tokens} == {None}
+
+
+def test_the_kl_coefficient_that_a_run_changes_is_named(tiny, tmp_path):
+    write_configs(tiny, tmp_path, "train.ppo.kl_coef=0.1", "train.ppo.kl_adaptive=true")
+    (meta, sample) = make_group(0)
+    logprobs = {
+        name: np.zeros(sample.total_tokens(), np.float32) for name in ("packed_ref_logprobs", "proximal_logprobs")
+    }
+    sample = sample.update(sample.derive(logprobs, like="packed_input_ids"))
+    make_store(tmp_path, trained=True).write(0, 1, [Entry(sample, meta, 0)])
+    assert make_view(first_file(tmp_path)).notes == [
+        "advantages use the run's initial KL coefficient (train.ppo.kl_adaptive changes it during a run)"
+    ]
 
 
 def test_recorded_proximal_logprobs_are_shown(tiny, tmp_path):

@@ -1,6 +1,7 @@
 """The page of `asyncrl-launch ui`: what it answers, to which clients, and at which cost."""
 
 import asyncio
+import fcntl
 import json
 import re
 import socket
@@ -23,7 +24,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.page import _FILES, OPEN_PATHS, Page
 from asyncrl.cli.run_files import number
 from asyncrl.data.trajectories import Entry, list_recording
-from asyncrl.launch.rundir import RunRecord, write_record
+from asyncrl.launch.rundir import LOCK_FILE, RunRecord, write_record
 from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.http_server import listen_routes
@@ -307,6 +308,18 @@ async def test_views_of_records_are_made_anew_only_after_a_new_record(run_dir, m
             await asked(send, "/api/learning", runs='["t0"]')
             clock.now += 1
     assert made == [3, 4]
+
+
+async def test_a_run_whose_launcher_is_killed_is_interrupted(run_dir):
+    """The kill changes no file."""
+    clock, states = ManualClock(), []
+    async with served({"t0": run_dir}, clock) as (_, send):
+        with (run_dir / LOCK_FILE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            states += [one["state"] for one in await asked(send, "/api/runs")]
+        clock.now += 1
+        states += [one["state"] for one in await asked(send, "/api/runs")]
+    assert states == ["running", "interrupted"]
 
 
 async def test_trajectories_are_listed_anew_only_after_a_file_came_or_went(run_dir, monkeypatch):
