@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def sleep(rank: int) -> None:
     time.sleep(60 if rank == 0 else 0)
 
 
+def sums_in_groups(rank: int, count: int) -> tuple[list[float], int]:
+    """The sums in groups that all ranks make, and the number of threads that poll for gloo."""
+    found = []
+    for group in [dist.new_group() for _ in range(count)]:
+        tensor = torch.tensor(float(rank))
+        dist.all_reduce(tensor, group=group)
+        found.append(float(tensor))
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return found, names.count("gloo_tcp_loop")
+
+
 @pytest.fixture(scope="module")
 def ranks():
     with RankProcesses(3) as ranks:
@@ -50,6 +62,10 @@ def ranks():
 def test_results_come_in_the_order_of_the_ranks(ranks):
     assert ranks.run(summed, 2.0) == [9.0] * 3
     assert len(ranks.run(count_calls, num_ranks=2)) == 2
+
+
+def test_groups_share_the_thread_that_polls(ranks):
+    assert ranks.run(sums_in_groups, 5) == [([3.0] * 5, 1)] * 3
 
 
 def test_what_a_call_leaves_is_there_for_the_next(ranks):
