@@ -186,13 +186,18 @@ async def test_every_answer_forbids_scripts_of_others_and_guessing_of_types(run_
             *((file, None) for file in OPEN_PATHS),
             ("/api/time", {"run": "t0"}),
             ("/api/time", {"run": "x"}),
+            ("/nothing", None),
         ]:
             status, headers, _ = await send(path, query)
-            policy = headers["Content-Security-Policy"]
-            assert "default-src 'none'" in policy
-            assert "script-src 'self'" in policy
-            assert "unsafe" not in policy
+            policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+            assert policy == {
+                **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'"),
+                **dict.fromkeys(("script-src", "style-src", "connect-src"), "'self'"),
+                "img-src": "'self' data:",
+            }
             assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Cache-Control"] == "no-store"
+            assert headers["Referrer-Policy"] == "no-referrer"
             kinds[path, status] = headers["Content-Type"].partition(";")[0]
         assert kinds["/", 200] == "text/html"
         assert kinds["/page.js", 200] == "text/javascript"
@@ -320,6 +325,30 @@ async def test_a_run_whose_launcher_is_killed_is_interrupted(run_dir):
         clock.now += 1
         states += [one["state"] for one in await asked(send, "/api/runs")]
     assert states == ["running", "interrupted"]
+
+
+async def test_runs_that_look_alike_are_not_mixed(tmp_path):
+    """They have equally many records, and the page keeps a view until there are more."""
+    runs = {}
+    for name, mean in (("a", 1.0), ("b", 2.0)):
+        runs[name] = write_run(tmp_path / name, [step(1, **{"reward/mean": mean, "throughput/tokens_per_s": mean})])
+        record_batches(runs[name], batches=1, size=1, trained=True)
+    clock, seen = ManualClock(), []
+
+    def first_of(view, panel):
+        return next(one["series"][0]["y"] for one in view["panels"] if one["name"] == panel)
+
+    async with served(runs, clock) as (_, send):
+        for name in ("a", "b", "a"):
+            learning, times = (
+                await asked(send, "/api/learning", runs=f'["{name}"]'),
+                await asked(send, "/api/time", run=name),
+            )
+            every = (await asked(send, "/api/trajectories", run=name))["found"]
+            best = (await asked(send, "/api/trajectories", run=name, min_reward="9"))["found"]
+            seen.append((first_of(learning, "reward"), first_of(times, "tokens"), len(every), len(best)))
+            clock.now += 1
+    assert seen == [([1.0], [1.0], 1, 0), ([2.0], [2.0], 1, 0), ([1.0], [1.0], 1, 0)]
 
 
 async def test_trajectories_are_listed_anew_only_after_a_file_came_or_went(run_dir, monkeypatch):
