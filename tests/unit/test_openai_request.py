@@ -23,6 +23,7 @@ def test_defaults_of_omitted_fields() -> None:
     assert request.messages == MESSAGES
     assert (request.max_new_tokens, request.stops, request.tools, request.stream) == (64, (), None, False)
     assert parse(max_tokens=64) == parse(max_completion_tokens=64) == request  # all that the run allows
+    assert parse(max_tokens=1).max_new_tokens == 1
 
 
 def test_honoured_fields() -> None:

@@ -43,6 +43,7 @@ def test_invalid_calls_stay_text(text: str) -> None:
         ("abc<", "abc"),
         ("abc<tool_cal", "abc"),
         ("abc<tool_call>x", "abc"),
+        ("<tool_call>x", ""),
         ("abc<tool_x", "abc<tool_x"),
         ("ab\nSTO", "ab\n"),
         ("abSTOP<", "ab"),
