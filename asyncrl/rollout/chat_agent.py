@@ -51,6 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 class SeatReward(NamedTuple):
     """The reward of a seat that is trained. Each seat of a task has groups of its own.
 
+    reward: a number, or a Score. Its answer counts in majority@k if the task has one seat.
     speaker: the header X-Session-ID of its requests; "": the seat's name. A seat may have several speakers.
     """
 
