@@ -141,7 +141,7 @@ class RankProcesses:
                     errors[rank] = error
             if told:
                 deadline = min(deadline, time.monotonic() + grace_s)
-        stacks = self._stacks_of(waiting)
+        stacks = self._stacks_of(waiting) if waiting else ""
         if waiting or any(not process.is_alive() for process in self._processes):
             self.close()
         if told or waiting:

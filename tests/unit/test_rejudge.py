@@ -123,10 +123,12 @@ def test_another_function_is_compared_and_a_failed_reward_is_no_zero(made, capsy
     assert task["new"] == pytest.approx(sum(line["new"] for line in by_text.values()) / 5)
 
 
-def test_a_tasks_own_limit_holds(made, capsys):
-    slow = f"rollout.tasks.default.reward={made.parents[2]}/other.py:slow"
-    code, found = rejudged(capsys, made, slow, "rollout.tasks.default.reward_timeout_s=1")
+def test_a_tasks_own_limit_holds(made, capsys, tmp_path):
+    out, slow = tmp_path / "new.jsonl", f"rollout.tasks.default.reward={made.parents[2]}/other.py:slow"
+    code, found = rejudged(capsys, made, slow, "rollout.tasks.default.reward_timeout_s=1", "--out", out)
     assert (code, found["tasks"][0]["failed"]) == (1, 1)
+    (error,) = filter(None, (json.loads(line)["error"] for line in out.read_text().splitlines()))
+    assert error.endswith("took more than 1 s")
 
 
 def test_responses_of_several_turns_are_refused(made, capsys, tmp_path):
